@@ -1,0 +1,1 @@
+//! bedplate-vhost-user
