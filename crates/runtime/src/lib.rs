@@ -4,3 +4,4 @@
 //! ones that hold `unsafe` code.
 
 pub mod buf;
+pub mod sync;
