@@ -41,6 +41,7 @@ pub struct Extent {
 /// requests in flight at once may be ordered in any way. No method is cancelled half way by dropping its
 /// future: what was issued runs to its end, and its memory stays alive until then.
 #[allow(async_fn_in_trait)] // Futures stay on the thread that made them, by design.
+#[allow(clippy::len_without_is_empty)] // Nobody asks whether a disk is empty.
 pub trait Storage: Send + Sync + 'static {
     /// A name for messages, such as the file's path.
     fn name(&self) -> String;

@@ -157,7 +157,7 @@ pub fn parse_size(text: &str) -> Result<ByteLen> {
     if !digits(whole) {
         return Err(bad());
     }
-    let mut bytes = u128::from(whole.parse::<u128>().map_err(|_| bad())?) << shift;
+    let mut bytes = whole.parse::<u128>().map_err(|_| bad())? << shift;
     if let Some(f) = fraction {
         if !digits(f) || f.len() > 18 || shift == 0 {
             return Err(bad());
