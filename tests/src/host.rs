@@ -1,0 +1,104 @@
+//! The tools of the host: running a command with its output kept for the error, looking for programs, checksums, waiting.
+
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Looks for a program in `PATH` and in the system folders that an ordinary user's `PATH` lacks.
+pub fn which(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let system = ["/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(PathBuf::from);
+    std::env::split_paths(&path)
+        .chain(system)
+        .map(|dir| dir.join(program))
+        .find(|file| file.is_file())
+}
+
+/// A command for a program, found as [`which`] finds it, with nothing on its standard input.
+pub fn tool(program: &str) -> Command {
+    let mut command = Command::new(which(program).unwrap_or_else(|| PathBuf::from(program)));
+    command.stdin(Stdio::null());
+    command
+}
+
+/// Whether this process is root.
+pub fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// Runs a command to its end; any exit code is fine.
+pub fn output(command: &mut Command) -> Result<Output> {
+    command.output().with_context(|| format!("{} can't be run", show(command)))
+}
+
+/// Runs a command that must succeed and returns its standard output. The error has all it wrote.
+pub fn run(command: &mut Command) -> Result<String> {
+    let out = output(command)?;
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    if !out.status.success() {
+        bail!(
+            "{} ended with {}:\n{}{}",
+            show(command),
+            out.status,
+            text,
+            String::from_utf8_lossy(&out.stderr)
+        );
+    }
+    Ok(text)
+}
+
+/// The command line, for messages.
+pub fn show(command: &Command) -> String {
+    let mut line = command.get_program().to_string_lossy().into_owned();
+    for arg in command.get_args() {
+        line.push(' ');
+        line.push_str(&arg.to_string_lossy());
+    }
+    line
+}
+
+/// SHA-256 of a file, in hexadecimal.
+pub fn sha256(file: &Path) -> Result<String> {
+    let text = run(tool("sha256sum").arg(file))?;
+    let sum = text.trim_start_matches('\\').split_whitespace().next();
+    sum.map(str::to_owned)
+        .with_context(|| format!("sha256sum said nothing about {}", file.display()))
+}
+
+/// Asks again and again until `ready` gives a value; an error after `limit`, naming `what`.
+pub fn wait_for<T>(
+    what: &str,
+    limit: Duration,
+    mut ready: impl FnMut() -> Result<Option<T>>,
+) -> Result<T> {
+    let start = Instant::now();
+    loop {
+        if let Some(value) = ready()? {
+            return Ok(value);
+        }
+        if start.elapsed() > limit {
+            bail!("waited {} s in vain for {what}", limit.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Whether a Unix socket at `path` is being listened on, read from `/proc/net/unix` so that the server notices nothing.
+pub fn is_listening(path: &Path) -> bool {
+    const SO_ACCEPTCON: u64 = 1 << 16;
+    let Ok(table) = std::fs::read_to_string("/proc/net/unix") else { return false };
+    table.lines().skip(1).any(|line| {
+        let mut words = line.split_whitespace();
+        let flags = words.nth(3).and_then(|flags| u64::from_str_radix(flags, 16).ok()).unwrap_or(0);
+        flags & SO_ACCEPTCON != 0 && words.nth(3).is_some_and(|name| Path::new(name) == path)
+    })
+}
+
+/// `qemu-img check` of a qcow2 image: its exit code (0 clean, 2 corrupt, 3 leaks only) and what it wrote.
+pub fn qemu_img_check(image: &Path) -> Result<(i32, String)> {
+    let out = output(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(image))?;
+    let text =
+        [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
+    Ok((out.status.code().unwrap_or(-1), text))
+}
