@@ -21,6 +21,9 @@ mod prim;
 mod range;
 mod semaphore;
 
+#[cfg(test)]
+mod tests;
+
 pub use epochs::{Epochs, Grace, Pin, PinGuard};
 pub use event::{Event, Listener};
 pub use flush::FlushSequencer;
