@@ -1,7 +1,17 @@
 //! Where bytes live: files and devices.
 //!
 //! Callers: format engines and the disk. [`Storage`] is what they see; `sim` implements it for tests.
+//! [`FileStorage`] is the real one.
 
+mod file;
+mod holder;
+mod lock;
+mod open;
+mod probe;
+mod sys;
 mod traits;
 
+pub use file::{DirectPin, FileStorage};
+pub use lock::LockMode;
+pub use open::OpenOptions;
 pub use traits::{Extent, IoLimits, Storage, ZeroMode};
