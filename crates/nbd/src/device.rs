@@ -37,6 +37,10 @@ pub trait Device: Send + Sync + 'static {
     /// Writes `buf` at `at`; with `fua` it is durable afterwards.
     async fn write(&self, at: GuestOffset, buf: IoVec, fua: bool) -> Result<()>;
 
+    /// Writes several requests that are under way at once, so that the disk can place neighbours together. The
+    /// results are in the order of the requests.
+    async fn write_batch(&self, writes: Vec<(GuestOffset, IoVec)>) -> Vec<Result<()>>;
+
     /// Makes everything that was completed before durable.
     async fn flush(&self) -> Result<()>;
 

@@ -85,6 +85,15 @@ impl Device for Ram {
         Ok(())
     }
 
+    async fn write_batch(&self, writes: Vec<(GuestOffset, IoVec)>) -> Vec<Result<()>> {
+        self.log.lock().expect("log").push(format!("batch {}", writes.len()));
+        let mut out = Vec::new();
+        for (at, buf) in writes {
+            out.push(self.write(at, buf, false).await);
+        }
+        out
+    }
+
     async fn flush(&self) -> Result<()> {
         self.note("flush".into())
     }

@@ -100,18 +100,48 @@ pub(crate) async fn execute<D: Device>(
     pool: &Pool,
 ) -> Reply {
     let form = Form { cookie: r.cookie, structured };
-    match attempt(device, r, payload, form, pool).await {
-        Ok(reply) => reply,
-        Err(e) => {
-            let (errno, text) = errno_of(&e, &r);
-            if errno == Errno::Io {
-                tracing::warn!(command = r.command, offset = r.offset, len = r.len, "{e:#}");
-            } else {
-                tracing::debug!(command = r.command, offset = r.offset, len = r.len, "{e:#}");
-            }
-            Reply::error(form, errno, text)
+    let done = attempt(device, r, payload, form, pool).await;
+    done.unwrap_or_else(|e| failed(&e, &r, form))
+}
+
+/// Writes several payloads at once; the replies are in the order of the requests.
+pub(crate) async fn execute_writes<D: Device>(
+    device: &D,
+    writes: Vec<(Request, AlignedBuf)>,
+    structured: bool,
+    pool: &Pool,
+) -> Vec<Reply> {
+    let shared: Vec<(Request, SharedBuf)> =
+        writes.into_iter().map(|(r, buf)| (r, SharedBuf::new(buf))).collect();
+    let iovs = shared
+        .iter()
+        .map(|(r, buf)| (GuestOffset::new(r.offset), buf.iovec().slice(0, r.len as usize)))
+        .collect();
+    let mut results = device.write_batch(iovs).await.into_iter();
+    let mut replies = Vec::with_capacity(shared.len());
+    for (r, buf) in shared {
+        let form = Form { cookie: r.cookie, structured };
+        // A request the disk did not answer for has not been written.
+        let done = results
+            .next()
+            .unwrap_or_else(|| Err(Error::new(ErrorKind::Io, "the disk did not answer a write")));
+        if let Ok(buf) = buf.into_buf() {
+            pool.give(buf);
         }
+        replies.push(done.map_or_else(|e| failed(&e, &r, form), |()| Reply::done(form)));
     }
+    replies
+}
+
+/// The reply to a request that the disk failed; the log gets the whole story.
+fn failed(e: &Error, r: &Request, form: Form) -> Reply {
+    let (errno, text) = errno_of(e, r);
+    if errno == Errno::Io {
+        tracing::warn!(command = r.command, offset = r.offset, len = r.len, "{e:#}");
+    } else {
+        tracing::debug!(command = r.command, offset = r.offset, len = r.len, "{e:#}");
+    }
+    Reply::error(form, errno, text)
 }
 
 async fn attempt<D: Device>(

@@ -29,6 +29,8 @@ const MAX_BYTES: usize = 2 * MAX_NBD_REQUEST as usize;
 const MAX_SLICES: usize = 512;
 /// Replies taken up in one round of sending.
 const MAX_SENT: usize = 64;
+/// Longest write that is given to the disk together with others: larger ones gain nothing from waiting for each other.
+const MAX_BATCHED: usize = 64 << 10;
 /// Rounds of work in one poll before other tasks of the thread get their turn.
 const MAX_ROUNDS: usize = 16;
 
@@ -50,6 +52,19 @@ struct Job {
     request: Request,
     payload: Option<AlignedBuf>,
     bytes: usize,
+}
+
+impl Job {
+    /// A small write without a promise of durability is given to the disk together with others that arrived with it.
+    fn can_be_batched(&self) -> bool {
+        self.payload.is_some() && self.request.flags == 0 && self.bytes <= MAX_BATCHED
+    }
+}
+
+/// What is carried out as one.
+enum Work {
+    One(Job),
+    Writes(Vec<Job>),
 }
 
 /// State shared by the reading, the working and the sending half.
@@ -93,11 +108,7 @@ pub async fn transmit<S: ByteStream, D: Device>(
         progress: Cell::new(0),
     };
     let session = &session;
-    let work = |job: Job| async move {
-        let structured = session.rights.structured;
-        let Job { request, payload, bytes } = job;
-        (request::execute(device, request, payload, structured, &session.pool).await, bytes)
-    };
+    let work = |work: Work| session.work(device, work);
     let stream = input.stream();
     let mut running = FuturesUnordered::new();
     let mut reader = pin!(session.receive(input));
@@ -116,10 +127,8 @@ pub async fn transmit<S: ByteStream, D: Device>(
                     ended = Some(end);
                 }
             }
-            running.extend(session.jobs.borrow_mut().drain(..).map(&work));
-            while let Poll::Ready(Some((reply, bytes))) = running.poll_next_unpin(cx) {
-                session.reply(reply, bytes);
-            }
+            running.extend(session.take_jobs().into_iter().map(&work));
+            while let Poll::Ready(Some(())) = running.poll_next_unpin(cx) {}
             if !dead {
                 if kill.as_mut().poll(cx).is_ready() {
                     dead = true;
@@ -183,6 +192,44 @@ impl Session {
         let form = Form { cookie: r.cookie, structured: self.rights.structured };
         self.accept(0);
         self.reply(Reply::error(form, errno, text), 0);
+    }
+
+    /// What was accepted since the last call, small writes put together.
+    fn take_jobs(&self) -> Vec<Work> {
+        let mut jobs = self.jobs.borrow_mut();
+        let batch = jobs.iter().filter(|job| job.can_be_batched()).count() > 1;
+        let (mut all, mut writes) = (Vec::new(), Vec::new());
+        for job in jobs.drain(..) {
+            if batch && job.can_be_batched() {
+                writes.push(job);
+            } else {
+                all.push(Work::One(job));
+            }
+        }
+        if batch {
+            all.push(Work::Writes(writes));
+        }
+        all
+    }
+
+    /// Carries something out and leaves the replies for sending.
+    async fn work<D: Device>(&self, device: &D, work: Work) {
+        let structured = self.rights.structured;
+        match work {
+            Work::One(Job { request, payload, bytes }) => {
+                let done = request::execute(device, request, payload, structured, &self.pool);
+                self.reply(done.await, bytes);
+            }
+            Work::Writes(jobs) => {
+                let bytes: Vec<usize> = jobs.iter().map(|job| job.bytes).collect();
+                let writes =
+                    jobs.into_iter().filter_map(|j| Some((j.request, j.payload?))).collect();
+                let done = request::execute_writes(device, writes, structured, &self.pool).await;
+                for (reply, bytes) in done.into_iter().zip(bytes) {
+                    self.reply(reply, bytes);
+                }
+            }
+        }
     }
 
     /// The reading half: takes requests up until the session ends.

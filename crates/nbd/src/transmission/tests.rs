@@ -237,6 +237,38 @@ fn flags_reach_the_disk() {
 }
 
 #[test]
+fn small_writes_that_arrive_together_reach_the_disk_together() {
+    let ram = Ram::new(1 << 20);
+    let mut fua = write(3, 1024, &[1; 512]);
+    fua[5] = command_flag::FUA as u8;
+    let sent = [
+        write(1, 0, &[1; 512]),
+        write(2, 512, &[1; 512]),
+        fua,
+        write(4, 4096, &[1; 100_000]),
+        write(5, 1536, &[1; 512]),
+    ];
+    let stream = Memory::new(&sent.concat(), usize::MAX);
+    let mut input = Input::new(&stream);
+    run(transmit(&mut input, &ram, FULL, false, pending(), pending())).expect("no error");
+    let mut got = errors(&replies(&stream.output.take(), &[]));
+    got.sort_unstable();
+    assert_eq!(got, [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0)]);
+    let log = ram.log();
+    assert!(
+        log.contains(&"batch 3".into()) && log.contains(&"write 1024 512 true".into()),
+        "{log:?}"
+    );
+    assert_eq!(ram.data.lock().expect("data")[..2048], [1; 2048]);
+
+    *ram.fail.lock().expect("fail") = Some(ErrorKind::NoSpace);
+    let stream = Memory::new(&sent[..2].concat(), usize::MAX);
+    let mut input = Input::new(&stream);
+    run(transmit(&mut input, &ram, FULL, false, pending(), pending())).expect("no error");
+    assert_eq!(errors(&replies(&stream.output.take(), &[])), [(1, 28), (2, 28)]);
+}
+
+#[test]
 fn a_zeroing_that_is_not_fast_is_not_supported() {
     let ram = Ram::new(4096);
     *ram.fail.lock().expect("fail") = Some(ErrorKind::Unsupported);

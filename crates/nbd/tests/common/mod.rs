@@ -38,6 +38,13 @@ impl Device for Plain {
         self.0.write_all_at(&v, at.get()).expect("read");
         Ok(())
     }
+    async fn write_batch(&self, writes: Vec<(GuestOffset, IoVec)>) -> Vec<Result<()>> {
+        let mut out = Vec::new();
+        for (at, buf) in writes {
+            out.push(self.write(at, buf, false).await);
+        }
+        out
+    }
     async fn flush(&self) -> Result<()> {
         Ok(())
     }
