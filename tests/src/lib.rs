@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod fixture;
 pub mod guest;
 pub mod host;
 pub mod paths;

@@ -2,7 +2,11 @@
 
 #![forbid(unsafe_code)]
 
+mod demo;
+mod licences;
+mod report;
 mod setup;
+mod test;
 
 use anyhow::{Result, bail};
 use std::process::ExitCode;
@@ -30,6 +34,9 @@ fn main() -> ExitCode {
 fn run() -> Result<ExitCode> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     match args.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
+        ["demo"] => demo::run().map(|()| ExitCode::SUCCESS),
+        ["test"] => test::run(false),
+        ["test", "--soak"] => test::run(true),
         ["setup"] => setup::run().map(|()| ExitCode::SUCCESS),
         [] | ["help" | "-h" | "--help"] => {
             println!("{USAGE}");

@@ -1,6 +1,6 @@
 //! Real Linux guests in QEMU, whose disks come from a server outside.
 //!
-//! The kernel and the initramfs are made by `cargo xtask setup` (see `docs/testing.md`); in the guest runs a small agent on the
+//! The kernel and the initramfs are made by `cargo xtask setup` (see `CONTRIBUTING.md`); in the guest runs a small agent on the
 //! serial line that takes shell scripts and gives back their output and exit code. Everything else (hot-plug, kills) goes over
 //! QMP or to the processes.
 //!

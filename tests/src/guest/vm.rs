@@ -289,7 +289,11 @@ impl Vm {
             "driver": "vhost-user-blk-pci", "id": id, "chardev": chardev, "bus": format!("port{port}"), "num-queues": disk.queues,
         });
         for (name, value) in &disk.properties {
-            device[name] = json!(value);
+            device[name] = match value.as_str() {
+                "on" => json!(true),
+                "off" => json!(false),
+                other => json!(other),
+            };
         }
         self.qmp.command("device_add", device)?;
         Ok(id)

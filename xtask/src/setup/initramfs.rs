@@ -49,7 +49,10 @@ pub fn system_tree() -> Result<Tree> {
     }
     program(&mut tree, "busybox", "bin/busybox")?;
     for applet in host::run(host::tool("busybox").arg("--list"))?.lines() {
-        tree.link(&format!("bin/{applet}"), "busybox");
+        // The list names busybox itself too.
+        if !tree.has(&format!("bin/{applet}")) {
+            tree.link(&format!("bin/{applet}"), "busybox");
+        }
     }
     // Debian's busybox shell prefers its own applets to the PATH, so the shell is dash.
     program(&mut tree, "dash", "bin/dash")?;

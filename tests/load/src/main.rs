@@ -1,7 +1,7 @@
 //! `bedplate-load`: runs one load and prints its outcome as a line of JSON. Used by `cargo xtask bench`.
 
 use anyhow::{Context, Result, bail};
-use bedplate_bench::{Job, Op, native};
+use bedplate_load::{Job, Op, native};
 use std::collections::HashMap;
 use std::path::Path;
 use std::process::ExitCode;

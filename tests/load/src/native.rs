@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn one_pass_writes_every_block() -> Result<()> {
-        let dir = std::env::temp_dir().join(format!("bedplate-bench-{}", std::process::id()));
+        let dir = std::env::temp_dir().join(format!("bedplate-load-{}", std::process::id()));
         std::fs::create_dir_all(&dir)?;
         let file = dir.join("disk");
         std::fs::write(&file, vec![0; 1 << 20])?;
