@@ -362,7 +362,7 @@ impl Inner {
     /// Drops all tasks and waits for what is in flight, whose memory the kernel may still write to.
     fn end(&self) {
         self.closed.set(true);
-        drop(self.shared.close());
+        self.run_last(self.shared.close());
         loop {
             let futures = self.tasks.borrow_mut().take_all();
             let ready = std::mem::take(&mut *self.ready.borrow_mut());
@@ -386,12 +386,16 @@ impl Inner {
             let left = io.leftovers();
             drop(io);
             left.into_iter().for_each(wake_all);
-            let mut incoming = self.shared.take();
-            incoming.posts.clear();
-            self.run_incoming(incoming);
+            self.run_last(self.shared.take());
         }
         self.io.borrow_mut().end();
         drop(self.shared.seal());
+    }
+
+    /// Handles what other threads have sent to a runtime that is ending: results count, closures don't.
+    fn run_last(&self, mut incoming: Incoming) {
+        drop(std::mem::take(&mut incoming.posts));
+        self.run_incoming(incoming);
     }
 }
 

@@ -52,6 +52,7 @@ enum Slot {
 #[derive(Default)]
 pub(crate) struct Leftovers {
     pub wakers: Vec<Waker>,
+    #[allow(clippy::vec_box)] // They are boxed already; moving them out would only copy them.
     pub requests: Vec<Box<Request>>,
     pub files: Vec<Arc<File>>,
 }

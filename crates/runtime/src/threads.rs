@@ -128,6 +128,8 @@ impl Threads {
         if self.waiting.is_empty() && limit == Some(Duration::ZERO) {
             return;
         }
+        // What was cancelled is to be reported now.
+        let limit = if self.cancelled.is_empty() { limit } else { Some(Duration::ZERO) };
         let time = limit.map(|t| libc::timespec {
             tv_sec: i64::try_from(t.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: t.subsec_nanos().into(),
