@@ -68,7 +68,7 @@ fn same_file(link: &Path, st: &Stat) -> bool {
     fs::metadata(link).is_ok_and(|m| m.ino() == st.st_ino && m.dev() == st.st_dev)
 }
 
-/// Reads a line such as `lock:	1: OFDLCK ADVISORY  READ -1 fe:00:1234 100 100`.
+/// Reads a line such as `lock: 1: OFDLCK ADVISORY READ -1 fe:00:1234 100 100` (with a tab after the first word).
 fn locks_byte(line: &str, byte: i64) -> bool {
     let mut words = line.split_whitespace();
     if words.next() != Some("lock:") {

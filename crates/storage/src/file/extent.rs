@@ -32,7 +32,7 @@ struct Memory {
 pub(super) struct ExtentCache {
     watched: AtomicBool,
     read_only: bool,
-    /// A leaf; held for a few instructions.
+    // Lock order: a leaf; held for a few instructions.
     memory: Mutex<Memory>,
 }
 

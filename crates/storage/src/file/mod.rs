@@ -72,6 +72,7 @@ struct Inner {
     partial: AtomicUsize,
     epochs: Epochs,
     /// Blocks of partial writes (exclusive) and of whole-block writes beside them (shared).
+    // Lock order: the innermost of all suspending locks; only this file's own I/O is awaited under it.
     ranges: RangeLock,
     extents: ExtentCache,
     /// What the file system or device has turned out not to have.
