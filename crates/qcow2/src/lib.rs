@@ -1,6 +1,32 @@
-//! The qcow2 format and its engine.
+//! The qcow2 engine: mapping, allocation, ordered metadata, on any storage.
 //!
-//! Callers: `disk` and `image`. [`format`] is pure parsing and encoding.
+//! Callers: `disk` (requests of guests) and `image` (whole-image work). `format` parses and encodes bytes; the
+//! engine around it owns an open image, [`Qcow2`], which any number of threads use at once. It makes no system
+//! calls itself. `docs/on-disk-order.md` says in which order metadata is written and why no crash corrupts it;
+//! `docs/locks.md` lists the locks.
 #![forbid(unsafe_code)]
 
+mod below;
+mod cache;
+mod commit;
+mod cow;
+mod discard;
+mod faults;
 pub mod format;
+mod header;
+mod image;
+mod mapping;
+mod open;
+mod read;
+mod repair;
+mod slice;
+mod space;
+mod tables;
+mod write;
+mod writeback;
+
+pub use below::{Below, Nothing};
+pub use faults::{OrderFaults, OrderRule};
+pub use image::Qcow2;
+pub use mapping::{CompressedCluster, Mapping, Run};
+pub use open::{OpenOptions, read_header, read_snapshots};

@@ -11,7 +11,7 @@ mod probe;
 mod sys;
 mod traits;
 
-pub use file::{DirectPin, FileStorage};
+pub use file::FileStorage;
 pub use lock::LockMode;
 pub use open::OpenOptions;
-pub use traits::{Extent, IoLimits, Storage, ZeroMode};
+pub use traits::{DirectPin, Extent, IoLimits, SegmentBits, Storage, ZeroMode};

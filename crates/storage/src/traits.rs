@@ -35,6 +35,26 @@ pub struct Extent {
     pub data: bool,
 }
 
+/// The alignment of a request's memory: bits that are set in some segment's address, or length.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SegmentBits {
+    /// Bitwise or of all addresses.
+    pub addresses: usize,
+    /// Bitwise or of all lengths.
+    pub lengths: usize,
+}
+
+/// Leave to run one request straight on the file, given by [`Storage::begin_direct`]; it goes back through
+/// [`Storage::end_direct`] once its I/O has ended.
+///
+/// It has no destructor. One that is lost stops partial-block writes for good.
+#[must_use = "a direct request must be ended"]
+#[derive(Debug)]
+pub struct DirectPin {
+    /// Reads need none.
+    pub(crate) write: Option<bedplate_runtime::sync::Pin>,
+}
+
 /// A host file, device or simulated disk. All methods may be called from any number of threads.
 ///
 /// A write is volatile until a [`Self::sync`] that starts after it completed has completed. Overlapping
@@ -82,6 +102,30 @@ pub trait Storage: Send + Sync + 'static {
 
     /// Sets the length. Growth reads as zeroes. Devices refuse.
     async fn set_len(&self, len: ByteLen) -> Result<()>;
+
+    /// Whether a request may be submitted on [`Self::direct_file`] as it is, without a copy, a lock or a future.
+    /// `None` when it must go through [`Self::read`] or [`Self::write`]: offset, length or memory not aligned,
+    /// beyond the end, a change of a read-only file, a partial-block write going on, or no file at all.
+    fn begin_direct(
+        &self,
+        write: bool,
+        at: HostOffset,
+        len: ByteLen,
+        memory: SegmentBits,
+    ) -> Option<DirectPin> {
+        let _ = (write, at, len, memory);
+        None
+    }
+
+    /// Gives back what [`Self::begin_direct`] gave.
+    fn end_direct(&self, pin: DirectPin) {
+        let _ = pin;
+    }
+
+    /// The file that direct requests go to.
+    fn direct_file(&self) -> Option<&std::sync::Arc<bedplate_runtime::File>> {
+        None
+    }
 
     /// The run that starts at `at`, at most `len` bytes long and never empty for a non-empty `len`.
     async fn extent(&self, at: HostOffset, len: ByteLen) -> Result<Extent>;

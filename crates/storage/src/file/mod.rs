@@ -22,11 +22,9 @@ mod extent;
 mod rw;
 mod space;
 
-pub use direct::DirectPin;
-
 use crate::lock::ImageLock;
 use crate::probe::{Blocks, DirectAlign};
-use crate::{Extent, IoLimits, Storage, ZeroMode};
+use crate::{DirectPin, Extent, IoLimits, SegmentBits, Storage, ZeroMode};
 use bedplate_runtime::File;
 use bedplate_runtime::buf::IoVec;
 use bedplate_runtime::fs;
@@ -214,11 +212,6 @@ impl FileStorage {
         Self { inner: Arc::new(inner) }
     }
 
-    /// The open file, for direct submission between [`Self::begin_direct`] and [`Self::end_direct`].
-    pub fn file(&self) -> &Arc<File> {
-        &self.inner.file
-    }
-
     /// True for a block device.
     pub fn is_device(&self) -> bool {
         self.inner.device
@@ -243,6 +236,26 @@ impl std::fmt::Debug for FileStorage {
 }
 
 impl Storage for FileStorage {
+    #[inline]
+    fn begin_direct(
+        &self,
+        write: bool,
+        at: HostOffset,
+        len: ByteLen,
+        memory: SegmentBits,
+    ) -> Option<DirectPin> {
+        self.direct_begin(write, at, len, memory)
+    }
+
+    #[inline]
+    fn end_direct(&self, pin: DirectPin) {
+        self.direct_end(pin);
+    }
+
+    fn direct_file(&self) -> Option<&Arc<File>> {
+        Some(&self.inner.file)
+    }
+
     fn name(&self) -> String {
         self.inner.name.clone()
     }

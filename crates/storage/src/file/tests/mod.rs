@@ -61,7 +61,7 @@ fn direct_requests_are_only_let_through_when_the_kernel_takes_them_as_they_are()
         let buf = filled(1, 2 * block);
         let base = buf.raw().next().expect("segment").0;
         let begin = |write, offset: usize, ptr, n| {
-            let pin = s.begin_direct(write, at(offset as u64), [(ptr, n)].into_iter(), n);
+            let pin = s.begin_direct(write, at(offset as u64), ByteLen::from(n), bits([(ptr, n)]));
             pin.map(|p| s.end_direct(p)).is_some()
         };
         for write in [false, true] {
@@ -72,13 +72,15 @@ fn direct_requests_are_only_let_through_when_the_kernel_takes_them_as_they_are()
             assert!(!begin(write, 0, base.wrapping_add(1), block), "memory");
         }
         assert!(
-            s.begin_direct(true, HostOffset::new(u64::MAX), [(base, 512)].into_iter(), 512)
+            s.begin_direct(true, HostOffset::new(u64::MAX), ByteLen::new(512), bits([(base, 512)]))
                 .is_none()
         );
         drop(s);
         let s = FileStorage::open(&OpenOptions::new(&path).read_only(true)).expect("open");
-        assert!(s.begin_direct(true, at(0), [(base, block)].into_iter(), block).is_none());
-        assert!(s.begin_direct(false, at(0), [(base, block)].into_iter(), block).is_some());
+        assert!(s.begin_direct(true, at(0), ByteLen::from(block), bits([(base, block)])).is_none());
+        assert!(
+            s.begin_direct(false, at(0), ByteLen::from(block), bits([(base, block)])).is_some()
+        );
     });
 }
 
@@ -98,8 +100,9 @@ fn a_hole_that_was_written_to_is_no_longer_told_as_a_hole() {
         assert_eq!(ask(65536 + 4096).await, (65536 - 4096, true));
         let buf = filled(2, 4096);
         assert_eq!(ask(0).await, (65536, false));
-        let pin = s.begin_direct(true, at(0), buf.raw(), 4096).expect("aligned");
-        fs::write_full(s.file(), buf, at(0)).await.expect("write");
+        let pin =
+            s.begin_direct(true, at(0), ByteLen::new(4096), bits(buf.raw())).expect("aligned");
+        fs::write_full(s.direct_file().expect("a file"), buf, at(0)).await.expect("write");
         s.end_direct(pin);
         assert_eq!(ask(0).await, (4096, true));
     });
@@ -206,7 +209,8 @@ fn each_cache_mode_opens_the_file_as_it_says() {
         (CacheMode::Unsafe, false, false),
     ] {
         let s = FileStorage::open(&OpenOptions::new(&path).cache(mode)).expect("open");
-        let flags = rustix::fs::fcntl_getfl(s.file().as_fd()).expect("flags");
+        let flags =
+            rustix::fs::fcntl_getfl(s.direct_file().expect("a file").as_fd()).expect("flags");
         assert_eq!(flags.contains(rustix::fs::OFlags::DIRECT), direct, "{mode}");
         assert_eq!(flags.contains(rustix::fs::OFlags::DSYNC), dsync, "{mode}");
         assert_eq!(s.limits().align == 1, !direct, "{mode}");
@@ -239,4 +243,12 @@ fn zeroing_gives_space_back_or_keeps_it_as_asked() {
             .expect("read");
         assert_eq!(byte, [0]);
     });
+}
+
+/// The alignment of these segments.
+fn bits(segs: impl IntoIterator<Item = (*mut u8, usize)>) -> SegmentBits {
+    segs.into_iter().fold(SegmentBits::default(), |b, (ptr, n)| SegmentBits {
+        addresses: b.addresses | ptr as usize,
+        lengths: b.lengths | n,
+    })
 }

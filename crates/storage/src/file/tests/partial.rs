@@ -1,8 +1,10 @@
 //! Partial-block writes beside whole-block writes to the same block, on two threads.
 
 use super::bed::{Random, at, file_in, filled, get, len, on};
+use super::bits;
 use crate::{FileStorage, OpenOptions, Storage};
 use bedplate_runtime::Backend;
+use bedplate_types::ByteLen;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The first part of the block belongs to the partial writer; all of the rest must be what the whole-block writer
@@ -12,10 +14,16 @@ async fn whole_blocks(s: &FileStorage, block: usize, part: usize, rounds: u32) {
         let byte = (round % 100) as u8 + 1;
         let buf = filled(byte, block);
         // By turns as the hot path and as the slow one do it.
-        let pin = if round % 2 == 0 { s.begin_direct(true, at(0), buf.raw(), block) } else { None };
+        let pin = if round % 2 == 0 {
+            s.begin_direct(true, at(0), ByteLen::from(block), bits(buf.raw()))
+        } else {
+            None
+        };
         match pin {
             Some(pin) => {
-                bedplate_runtime::fs::write_full(s.file(), buf, at(0)).await.expect("write");
+                bedplate_runtime::fs::write_full(s.direct_file().expect("a file"), buf, at(0))
+                    .await
+                    .expect("write");
                 s.end_direct(pin);
             }
             None => s.write(at(0), buf).await.expect("write"),

@@ -1,0 +1,76 @@
+//! A disk over a qcow2 image on simulated storage, step by step.
+
+use bedplate_disk::{Disk, Layer};
+use bedplate_qcow2::format::NewImage;
+use bedplate_qcow2::{OpenOptions, Qcow2};
+use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
+use bedplate_sim::exec::block_on;
+use bedplate_sim::{Image, SimOptions, SimStorage};
+use bedplate_storage::ZeroMode;
+use bedplate_types::{ByteLen, CacheMode, GuestOffset};
+use std::sync::Arc;
+
+fn image(cluster_bits: u32, size: u64) -> Image {
+    let new = NewImage {
+        size: ByteLen::new(size),
+        cluster_size: 1 << cluster_bits,
+        ..NewImage::default()
+    };
+    let layout = new.layout().expect("layout");
+    let mut image = Image::new(layout.file_len.get());
+    for (at, bytes) in &layout.writes {
+        image.write(at.get(), bytes);
+    }
+    image
+}
+
+fn open(image: Image) -> Disk<SimStorage> {
+    let storage = SimStorage::from_image(image, SimOptions::default());
+    let qcow2 = block_on(Qcow2::open(storage, &OpenOptions::default())).expect("opens");
+    Disk::new("d", vec![Layer::Qcow2(Arc::new(qcow2))], false, CacheMode::None).expect("disk")
+}
+
+fn iov(bytes: &[u8]) -> IoVec {
+    SharedBuf::new(AlignedBuf::from_slice(bytes).expect("memory")).iovec()
+}
+
+fn read(disk: &Disk<SimStorage>, at: u64, len: usize) -> Vec<u8> {
+    let buf = SharedBuf::zeroed(len).expect("memory").iovec();
+    block_on(disk.read(GuestOffset::new(at), buf.clone())).expect("read");
+    let mut out = vec![0; len];
+    buf.copy_to(0, &mut out);
+    out
+}
+
+#[test]
+fn what_was_written_and_flushed_is_there_after_reopening() {
+    for bits in [9, 12, 16, 21] {
+        let disk = open(image(bits, 64 << 20));
+        let write = |at: u64, byte: u8, len: usize| {
+            block_on(disk.write(GuestOffset::new(at), iov(&vec![byte; len]), false))
+                .expect("write");
+        };
+        write(0, 1, 4096);
+        write(100_000, 2, 200_000);
+        write(512, 3, 512);
+        write((64 << 20) - 512, 4, 512);
+        let zero = ZeroMode { unmap: true, fast_only: false };
+        block_on(disk.write_zeroes(GuestOffset::new(150_000), ByteLen::new(100_000), zero))
+            .expect("zero");
+        block_on(disk.flush()).expect("flush");
+        block_on(disk.close()).expect("close");
+        let Some(storage) = disk_storage(&disk) else { panic!("storage") };
+        let disk = open(storage);
+        let mut expect = vec![0; 400_000];
+        expect[..4096].fill(1);
+        expect[512..1024].fill(3);
+        expect[100_000..300_000].fill(2);
+        expect[150_000..250_000].fill(0);
+        assert!(read(&disk, 0, 400_000) == expect, "cluster bits {bits}");
+        assert_eq!(read(&disk, (64 << 20) - 1024, 1024)[510..514], [0, 0, 4, 4]);
+    }
+}
+
+fn disk_storage(disk: &Disk<SimStorage>) -> Option<Image> {
+    Some(disk.storage()?.image())
+}

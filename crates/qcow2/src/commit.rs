@@ -1,0 +1,166 @@
+//! Setting mappings in memory, after the data they show has been written.
+//!
+//! Order, in memory as on disk: the refcount first, then the mapping, then the note that the old space is free.
+
+use crate::cow::Job;
+use crate::format::{L1Entry, L2Entry, OFFSET_MASK};
+use crate::image::Qcow2;
+use crate::slice::{SliceId, Updated};
+use crate::space::{FreeRun, Freed};
+use bedplate_runtime::buf::SharedBuf;
+use bedplate_storage::Storage;
+use bedplate_types::{ByteLen, Error, ErrorKind, HostOffset, Result};
+use std::collections::BTreeMap;
+
+impl<S: Storage> Qcow2<S> {
+    /// Makes the mappings of all jobs whose data was written; the clusters of the others go back.
+    pub(crate) async fn commit(&self, jobs: &mut [Job]) {
+        let mut used = Vec::new();
+        for job in jobs.iter().filter(|j| j.needs_cluster()) {
+            let cluster = self.space.cluster_of(job.host);
+            if job.failed.is_some() {
+                self.give_back(FreeRun { first: cluster, clusters: 1, zeroed: false });
+            } else {
+                used.push(cluster);
+            }
+        }
+        let counted = match self.prepare_counts().await {
+            Ok(()) => self.space.count_leased(used.into_iter()),
+            Err(e) => Err(e),
+        };
+        if let Err(e) = counted {
+            let e = self.poison(e);
+            jobs.iter_mut().for_each(|j| j.failed = Some(e.clone()));
+            return;
+        }
+        let mut slices: BTreeMap<SliceId, Vec<(usize, u64, usize)>> = BTreeMap::new();
+        for (index, job) in jobs.iter_mut().enumerate() {
+            if job.failed.is_some() || job.is_mapped() {
+                continue;
+            }
+            let (id, entry) = self.tables.locate(job.at);
+            let new = L2Entry::Data { host: job.host, copied: true };
+            match self.tables.codec.encode_l2(new) {
+                Some(word) => slices.entry(id).or_default().push((entry, word, index)),
+                None => job.failed = Some(self.unencodable(job.host)),
+            }
+        }
+        for (id, changes) in slices {
+            let words: Vec<(usize, u64)> = changes.iter().map(|(e, w, _)| (*e, *w)).collect();
+            let result = self.set_entries(id, &words).await;
+            for (_, _, index) in changes {
+                let Some(job) = jobs.get_mut(index) else { continue };
+                match &result {
+                    Ok(()) if job.needs_cluster() => {
+                        self.space.note_freed(self.references(job.old))
+                    }
+                    Ok(()) => {}
+                    Err(e) => job.failed = Some(e.clone()),
+                }
+            }
+        }
+        if self.dirty().slices.len() * 2 > self.cache.capacity()
+            && let Err(e) = self.write_back().await
+        {
+            tracing::debug!("write-back under pressure failed: {e:#}");
+        }
+    }
+
+    fn unencodable(&self, host: HostOffset) -> Error {
+        Error::new(
+            ErrorKind::Limit,
+            format!("image '{}' can't express the host offset {host}", self.storage.name()),
+        )
+    }
+
+    /// With lazy refcounts, the dirty bit must be set before refcounts may lag behind.
+    async fn prepare_counts(&self) -> Result<()> {
+        if self.lazy_refcounts && !self.is_lazy() { self.set_dirty_bit().await } else { Ok(()) }
+    }
+
+    /// The references that an entry holds.
+    pub(crate) fn references(&self, entry: L2Entry) -> Vec<Freed> {
+        let (host, len) = match entry {
+            L2Entry::Unallocated | L2Entry::Zero { host: None, .. } => return Vec::new(),
+            L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. } => {
+                (host, ByteLen::new(1))
+            }
+            L2Entry::Compressed { host, len } => (host, len),
+        };
+        let first = self.space.cluster_of(host);
+        let last = host.get().saturating_add(len.get().max(1) - 1);
+        let last = self.space.cluster_of(HostOffset::new(last));
+        (first..=last).map(|cluster| Freed { cluster, table: false }).collect()
+    }
+
+    /// Sets entries of one slice, loading it when it has left the cache.
+    pub(crate) async fn set_entries(&self, id: SliceId, changes: &[(usize, u64)]) -> Result<()> {
+        loop {
+            match self.slice(id).map(|slice| slice.update(changes)) {
+                Some(Updated::NewlyDirty) => {
+                    self.note_dirty_slice(id);
+                    return Ok(());
+                }
+                Some(Updated::Dirty) => return Ok(()),
+                Some(Updated::Gone) | None => self.load_slice(id).await?,
+            }
+        }
+    }
+
+    /// Makes sure that an L1 entry has an L2 table that may be changed in place.
+    pub(crate) async fn ensure_table(&self, index: u32) -> Result<()> {
+        let ready = |word: u64| {
+            matches!(self.tables.codec.l1(word), Ok(L1Entry::Table { copied: true, .. }))
+        };
+        if ready(self.tables.l1(index)) {
+            return Ok(());
+        }
+        let _gate = self.table_gate.exclusive(u64::from(index), 1).await;
+        let old = self.tables.l1(index);
+        if ready(old) {
+            return Ok(());
+        }
+        if let Some(e) = self.table_fault(index) {
+            return Err(self.mark_corrupt(e).await);
+        }
+        self.prepare_counts().await?;
+        let run = self
+            .take_clusters(1)
+            .await?
+            .pop()
+            .ok_or_else(|| Error::new(ErrorKind::NoSpace, "no cluster for an L2 table"))?;
+        let host = self.space.offset_of(run.first);
+        let copied = match old & OFFSET_MASK {
+            0 if run.zeroed => Ok(()),
+            0 => self.write_all(vec![(host, vec![0; self.tables.cluster() as usize])]).await,
+            table => self.copy_table(HostOffset::new(table), host).await,
+        };
+        if let Err(e) = copied {
+            self.give_back(FreeRun { zeroed: false, ..run });
+            return Err(
+                e.context(format!("cannot write a new L2 table of '{}'", self.storage.name()))
+            );
+        }
+        self.space.count_leased(std::iter::once(run.first))?;
+        self.space.add_metadata(run.first, 1);
+        let entry = L1Entry::Table { host, copied: true };
+        self.tables.set_l1(index, self.tables.codec.encode_l1(entry));
+        self.note_dirty_l1(index);
+        if old != 0 {
+            let cluster = self.space.cluster_of(HostOffset::new(old & OFFSET_MASK));
+            self.space.note_freed([Freed { cluster, table: true }]);
+        }
+        Ok(())
+    }
+
+    /// Copies a shared L2 table. Its clusters stay shared, so none of them may be written in place.
+    async fn copy_table(&self, from: HostOffset, to: HostOffset) -> Result<()> {
+        let buf = SharedBuf::zeroed(self.tables.cluster() as usize)?;
+        self.storage.read(from, buf.iovec()).await?;
+        let mut bytes = buf.into_buf()?.to_vec();
+        for entry in bytes.as_chunks_mut::<8>().0 {
+            entry[0] &= 0x7f;
+        }
+        self.write_all(vec![(to, bytes)]).await
+    }
+}

@@ -1,0 +1,256 @@
+//! Look-ups: from guest addresses to host addresses.
+//!
+//! [`Qcow2::lookup_run`] and [`Qcow2::lookup`] take no lock and never wait. What they answer stays true, in the
+//! sense that the host space is not given to anything else, for as long as the caller holds a pin of
+//! [`Qcow2::epochs`] that it took before.
+
+use crate::format::{COMPRESSED, COPIED, L2Entry, OFFSET_MASK, ZERO};
+use crate::image::Qcow2;
+use crate::slice::{Slice, SliceId};
+use bedplate_storage::Storage;
+use bedplate_types::{ByteLen, Error, ErrorKind, GuestOffset, HostOffset, Result};
+use std::sync::Arc;
+
+/// Clusters that one look-up joins at most, so that it never takes long.
+const LONGEST_RUN: usize = 16384;
+
+/// A compressed cluster's place in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CompressedCluster {
+    /// First byte of the compressed data.
+    pub host: HostOffset,
+    /// Bytes that may belong to it, up to the end of its last 512-byte sector.
+    pub len: ByteLen,
+}
+
+/// What the first run of a guest range is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mapping {
+    /// Nothing here: the layer below shows.
+    Unallocated {
+        /// Length of the run.
+        len: ByteLen,
+    },
+    /// Reads as zeroes.
+    Zero {
+        /// Length of the run.
+        len: ByteLen,
+        /// Host space is kept for it.
+        allocated: bool,
+    },
+    /// Bytes of the file.
+    Data {
+        /// Where the run starts in the file.
+        host: HostOffset,
+        /// Length of the run; its clusters follow each other in the file.
+        len: ByteLen,
+        /// It may be written in place.
+        in_place: bool,
+    },
+    /// Inside a compressed cluster.
+    Compressed {
+        /// The cluster.
+        cluster: CompressedCluster,
+        /// Where the run starts in the cluster's content.
+        within: ByteLen,
+        /// Length of the run.
+        len: ByteLen,
+    },
+}
+
+/// What a whole guest range is, when it is one run that needs no work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Run {
+    /// Contiguous bytes of the file; for a write, writable in place.
+    At(HostOffset),
+    /// Zeroes.
+    Zero,
+    /// Nothing: the layer below shows.
+    Unallocated,
+    /// Several runs, work to do, or not in memory.
+    Other,
+}
+
+/// Reads entries one after another, keeping the slice at hand.
+struct Cursor<'a, S: Storage> {
+    image: &'a Qcow2<S>,
+    slice: Option<(SliceId, Arc<Slice>)>,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Answers for a whole range at once, if it is one run. Never waits.
+    pub fn lookup_run(&self, write: bool, at: GuestOffset, len: ByteLen) -> Run {
+        let tables = &self.tables;
+        let (id, index) = tables.locate(at);
+        let Some(slot) = tables.slot(id) else {
+            let empty = tables.l1(id.l1) == 0 && len <= tables.to_table_end(at);
+            return if empty { Run::Unallocated } else { Run::Other };
+        };
+        let guard = slot.load();
+        let Some(slice) = guard.as_ref() else { return Run::Other };
+        let within = tables.geo.in_cluster(at);
+        let clusters = (within + len.get()).div_ceil(tables.cluster()) as usize;
+        // A range that crosses into another slice is rare and left to the slow road.
+        if slice.careful || index + clusters > tables.geo.slice_entries() {
+            return Run::Other;
+        }
+        slice.touch();
+        let mut rest = (1..clusters).map(|k| (k as u64, slice.get(index + k)));
+        match tables.codec.l2(slice.get(index)) {
+            Ok(L2Entry::Data { host, copied }) if copied || !write => {
+                let flag = if write { COPIED } else { 0 };
+                let mask = OFFSET_MASK | COMPRESSED | ZERO | flag;
+                let want = |k: u64| (host.get() + k * tables.cluster()) | flag;
+                if rest.all(|(k, word)| word & mask == want(k)) {
+                    Run::At(HostOffset::new(host.get() + within))
+                } else {
+                    Run::Other
+                }
+            }
+            Ok(L2Entry::Zero { .. })
+                if !write && rest.all(|(_, w)| w & (COMPRESSED | ZERO) == ZERO) =>
+            {
+                Run::Zero
+            }
+            Ok(L2Entry::Unallocated) if rest.all(|(_, w)| w == 0) => Run::Unallocated,
+            _ => Run::Other,
+        }
+    }
+
+    /// The first run of a range; `None` when a slice is not in memory.
+    ///
+    /// # Errors
+    /// `Corrupt` when an entry breaks the format's rules.
+    pub(crate) fn lookup(&self, at: GuestOffset, len: ByteLen) -> Result<Option<Mapping>> {
+        let (id, _) = self.tables.locate(at);
+        if self.tables.l1(id.l1) == 0 {
+            let len = len.min(self.tables.to_table_end(at));
+            return Ok(Some(Mapping::Unallocated { len }));
+        }
+        let mut cursor = Cursor { image: self, slice: None };
+        let Some(first) = cursor.entry(at)? else { return Ok(None) };
+        let cluster = self.tables.cluster();
+        let within = self.tables.geo.in_cluster(at);
+        let mut run = cluster - within;
+        // More clusters belong to the run while they continue it; what is not in memory ends it.
+        for _ in 0..LONGEST_RUN {
+            if run >= len.get() {
+                break;
+            }
+            let Some(next) = at.checked_add(ByteLen::new(run)) else { break };
+            let Ok(Some(entry)) = cursor.entry(next) else { break };
+            if !continues(first, entry, within + run) {
+                break;
+            }
+            run += cluster;
+        }
+        let len = ByteLen::new(run.min(len.get()));
+        Ok(Some(match first {
+            L2Entry::Unallocated => Mapping::Unallocated { len },
+            L2Entry::Zero { host, .. } => Mapping::Zero { len, allocated: host.is_some() },
+            L2Entry::Data { host, copied } => {
+                let host = HostOffset::new(host.get() + within);
+                Mapping::Data { host, len, in_place: copied }
+            }
+            L2Entry::Compressed { host, len: size } => {
+                let cluster = CompressedCluster { host, len: size };
+                Mapping::Compressed { cluster, within: ByteLen::new(within), len }
+            }
+        }))
+    }
+
+    /// The first run of a range, loading what is missing.
+    ///
+    /// # Errors
+    /// `Corrupt` for bad metadata, or what the storage reports.
+    pub async fn map(&self, at: GuestOffset, len: ByteLen) -> Result<Mapping> {
+        loop {
+            match self.lookup(at, len) {
+                Ok(Some(mapping)) => return Ok(mapping),
+                Ok(None) => {
+                    let (id, _) = self.tables.locate(at);
+                    self.load_slice(id).await?;
+                }
+                Err(e) => return Err(self.mark_corrupt(e).await),
+            }
+        }
+    }
+
+    /// The decoded entry of one cluster, loading its slice when missing.
+    pub(crate) async fn entry(&self, at: GuestOffset) -> Result<L2Entry> {
+        loop {
+            let (id, _) = self.tables.locate(at);
+            if self.tables.l1(id.l1) == 0 {
+                return Ok(L2Entry::Unallocated);
+            }
+            let found = Cursor { image: self, slice: None }.entry(at);
+            match found {
+                Ok(Some(entry)) => return Ok(entry),
+                Ok(None) => self.load_slice(id).await?,
+                Err(e) => return Err(self.mark_corrupt(e).await),
+            }
+        }
+    }
+}
+
+impl<S: Storage> Cursor<'_, S> {
+    fn entry(&mut self, at: GuestOffset) -> Result<Option<L2Entry>> {
+        let tables = &self.image.tables;
+        let (id, index) = tables.locate(at);
+        if self.slice.as_ref().is_none_or(|(have, _)| *have != id) {
+            if tables.l1(id.l1) == 0 {
+                return Ok(Some(L2Entry::Unallocated));
+            }
+            let Some(slice) = tables.slot(id).and_then(|s| s.load_full()) else {
+                return Ok(None);
+            };
+            slice.touch();
+            self.slice = Some((id, slice));
+        }
+        let Some((_, slice)) = &self.slice else { return Ok(None) };
+        let word = slice.get(index);
+        let fault = match tables.codec.l2(word) {
+            Ok(entry) if !slice.careful => return Ok(Some(entry)),
+            Ok(entry) => match self.image.entry_fault(word) {
+                None => return Ok(Some(entry)),
+                Some(fault) => fault,
+            },
+            Err(e) => e.to_string(),
+        };
+        let name = self.image.storage.name();
+        Err(Error::new(
+            ErrorKind::Corrupt,
+            format!(
+                "image '{name}' is corrupt: the L2 entry {word:#018x} for guest offset {at} is wrong: {fault}"
+            ),
+        ))
+    }
+}
+
+/// True when `next`, `distance` bytes behind the start of `first`'s cluster, belongs to the same run.
+fn continues(first: L2Entry, next: L2Entry, distance: u64) -> bool {
+    match (first, next) {
+        (L2Entry::Unallocated, L2Entry::Unallocated) => true,
+        (L2Entry::Zero { host: a, .. }, L2Entry::Zero { host: b, .. }) => {
+            a.is_some() == b.is_some()
+        }
+        (L2Entry::Data { host: a, copied: x }, L2Entry::Data { host: b, copied: y }) => {
+            x == y && a.checked_add(ByteLen::new(distance)) == Some(b)
+        }
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_continue_only_over_neighbouring_host_clusters() {
+        let data = |host, copied| L2Entry::Data { host: HostOffset::new(host), copied };
+        let a = data(0x50000, true);
+        assert!(continues(a, data(0x60000, true), 0x10000));
+        assert!(!continues(a, data(0x60000, false), 0x10000));
+        assert!(!continues(a, data(0x70000, true), 0x10000));
+    }
+}

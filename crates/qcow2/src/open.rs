@@ -1,0 +1,217 @@
+//! Opening an image: everything is checked before anything is changed.
+
+use crate::cache::SliceCache;
+use crate::format::{
+    BitmapExtension, ENTRY_BYTES, EXT_BITMAPS, EntryCodec, Geometry, Header, L1Entry, Snapshot,
+    check_supported, compat, incompat, parse_table,
+};
+use crate::image::Qcow2;
+use crate::space::{Found, Space};
+use crate::tables::Tables;
+use bedplate_runtime::buf::SharedBuf;
+use bedplate_storage::Storage;
+use bedplate_types::{ByteLen, Error, ErrorKind, HostOffset, Result, ResultExt, limits};
+use std::collections::HashSet;
+
+/// How to open an image.
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    /// Nothing in the file is changed.
+    pub read_only: bool,
+    /// Memory for L2 tables. The default covers 1 TiB of disk with 64 KiB clusters.
+    pub l2_cache: ByteLen,
+    /// Memory for refcount blocks.
+    pub refcount_cache: ByteLen,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        Self {
+            read_only: false,
+            l2_cache: ByteLen::new(limits::DEFAULT_L2_CACHE_BYTES),
+            refcount_cache: ByteLen::new(limits::DEFAULT_REFCOUNT_CACHE_BYTES),
+        }
+    }
+}
+
+/// Reads an image's header, whatever features it asks for.
+///
+/// # Errors
+/// `BadImage` when it is not a valid qcow2 header, or what the storage reports.
+pub async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
+    let start = read_bytes(storage, HostOffset::ZERO, 512).await?;
+    let named = || format!("'{}' can't be opened as qcow2", storage.name());
+    let needed = Header::bytes_needed(&start).context(named)?;
+    let bytes = read_bytes(storage, HostOffset::ZERO, needed).await?;
+    Header::parse(&bytes).context(named)
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Opens the image in `storage`. A refused image, and one opened read-only, is not changed by one bit.
+    ///
+    /// # Errors
+    /// `BadImage`, `Unsupported` or `Corrupt` with a sentence that says why it is refused, or what the storage
+    /// reports.
+    pub async fn open(storage: S, options: &OpenOptions) -> Result<Self> {
+        let header = read_header(&storage).await?;
+        let writable = !options.read_only && !storage.read_only();
+        let refused = || format!("'{}' can't be opened", storage.name());
+        check_supported(&header, writable).context(refused)?;
+        let geo = header.geometry().context(refused)?;
+        if writable {
+            check_bitmaps(&header, geo).context(refused)?;
+        }
+        let l1_bytes = u64::from(header.l1_size) * ENTRY_BYTES;
+        let l1 = words(&read_bytes(&storage, header.l1_offset, l1_bytes as usize).await?);
+        let codec = EntryCodec::new(geo, header.version);
+        let found = if writable {
+            find_space(&storage, &header, geo, codec, &l1, options).await.context(refused)?
+        } else {
+            Found {
+                table: Vec::new(),
+                table_at: header.refcount_table_offset,
+                table_clusters: 0,
+                file_len: storage.len(),
+                metadata: HashSet::new(),
+                cache_bytes: ByteLen::ZERO,
+            }
+        };
+        let space = Space::new(geo, header.refcounts().context(refused)?, found);
+        let slices = (options.l2_cache.get() / geo.slice_bytes() as u64) as usize;
+        let tables = Tables::new(geo, codec, l1.clone());
+        let image =
+            Self::assemble(storage, header, !writable, tables, SliceCache::new(slices), space, l1);
+        if writable {
+            image.prepare_for_writing().await?;
+        }
+        Ok(image)
+    }
+
+    /// Brings the header and refcounts into the state that writing starts from.
+    async fn prepare_for_writing(&self) -> Result<()> {
+        let header = self.header();
+        if header.incompatible & incompat::DIRTY != 0 {
+            tracing::info!(
+                image = self.storage.name(),
+                "was not closed cleanly; its refcounts are rebuilt"
+            );
+            self.rebuild_refcounts().await?;
+        }
+        // What these bits vouch for is not kept up to date here (specification, "Autoclear features").
+        if header.autoclear != 0 {
+            self.change_header(|h| h.autoclear = 0).await?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn wants_lazy_refcounts(header: &Header) -> bool {
+        header.version >= 3 && header.compatible & compat::LAZY_REFCOUNTS != 0
+    }
+}
+
+/// Persistent bitmaps that are valid would silently stop to be so; who relies on them for backups must know.
+fn check_bitmaps(header: &Header, geo: Geometry) -> Result<()> {
+    let Some(data) = header.extension(EXT_BITMAPS) else { return Ok(()) };
+    if !header.bitmaps_valid() {
+        return Ok(());
+    }
+    let bitmaps = BitmapExtension::parse(data, geo)?;
+    Err(Error::new(
+        ErrorKind::Unsupported,
+        format!(
+            "it holds {} persistent bitmap(s) for incremental backup, which this version can't keep up to date while \
+             it writes; open it read-only, or remove them with 'qemu-img bitmap --remove'",
+            bitmaps.count
+        ),
+    ))
+}
+
+/// Where metadata lies, and the refcount table.
+async fn find_space<S: Storage>(
+    storage: &S,
+    header: &Header,
+    geo: Geometry,
+    codec: EntryCodec,
+    l1: &[u64],
+    options: &OpenOptions,
+) -> Result<Found> {
+    let table_clusters = u64::from(header.refcount_table_clusters);
+    let table_bytes = table_clusters.saturating_mul(geo.cluster_size());
+    let table =
+        words(&read_bytes(storage, header.refcount_table_offset, table_bytes as usize).await?);
+    let counts = header.refcounts()?;
+    let mut metadata = HashSet::from([0]);
+    let mut add = |at: HostOffset, len: u64| {
+        let first = geo.host_cluster(at);
+        metadata.extend(first..first.saturating_add(len.div_ceil(geo.cluster_size())));
+    };
+    add(header.l1_offset, l1.len() as u64 * ENTRY_BYTES);
+    add(header.refcount_table_offset, table_bytes);
+    for word in &table {
+        if let Ok(Some(at)) = counts.table_entry(*word) {
+            add(at, 1);
+        }
+    }
+    for word in l1 {
+        if let Ok(L1Entry::Table { host, .. }) = codec.l1(*word) {
+            add(host, 1);
+        }
+    }
+    if header.nb_snapshots > 0 {
+        let (snapshots, len) = read_snapshots(storage, header).await?;
+        add(header.snapshots_offset, len as u64);
+        for snapshot in &snapshots {
+            if snapshot.check_l1(geo).is_ok() {
+                add(snapshot.l1_offset, u64::from(snapshot.l1_size) * ENTRY_BYTES);
+            }
+        }
+    }
+    Ok(Found {
+        table,
+        table_at: header.refcount_table_offset,
+        table_clusters,
+        file_len: storage.len(),
+        metadata,
+        cache_bytes: options.refcount_cache,
+    })
+}
+
+/// The image's internal snapshots, and the length of their table in bytes.
+///
+/// # Errors
+/// `BadImage` when the table breaks its rules, or what the storage reports.
+pub async fn read_snapshots<S: Storage>(
+    storage: &S,
+    header: &Header,
+) -> Result<(Vec<Snapshot>, usize)> {
+    // Entries are of variable length: read more until all are there. What lies past the end reads as zeroes, so
+    // the amount is bounded by the file.
+    let room = storage.len().get().saturating_sub(header.snapshots_offset.get());
+    let most = room.min(limits::MAX_SNAPSHOT_TABLE_BYTES) as usize;
+    let mut want = (header.nb_snapshots as usize).saturating_mul(256).min(most);
+    loop {
+        let bytes = read_bytes(storage, header.snapshots_offset, want).await?;
+        match parse_table(&bytes, header.nb_snapshots) {
+            Ok(parsed) => return Ok(parsed),
+            Err(e) if want >= most => return Err(e),
+            Err(_) => want = want.saturating_mul(4).max(4096).min(most),
+        }
+    }
+}
+
+pub(crate) async fn read_bytes<S: Storage>(
+    storage: &S,
+    at: HostOffset,
+    len: usize,
+) -> Result<Vec<u8>> {
+    let buf = SharedBuf::zeroed(len)?;
+    storage
+        .read(at, buf.iovec())
+        .await
+        .context(|| format!("cannot read the metadata of '{}'", storage.name()))?;
+    Ok(buf.into_buf()?.to_vec())
+}
+
+fn words(bytes: &[u8]) -> Vec<u64> {
+    bytes.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect()
+}

@@ -1,0 +1,166 @@
+//! Finding free clusters: known free ones first, then those not yet looked at, then fresh space at the end.
+
+use super::{FreeRun, Space, State};
+use crate::image::Qcow2;
+use bedplate_storage::Storage;
+use bedplate_types::{ByteLen, Error, ErrorKind, Result};
+
+/// Space prepared in the host's file system at once, ahead of need.
+const PREPARE_BYTES: u64 = 64 << 20;
+
+enum Step {
+    Found(FreeRun),
+    /// This refcount block must be in memory to go on.
+    Load(u64),
+    /// The file has reached the largest offset that the format can express.
+    Full,
+}
+
+impl Space {
+    fn find(&self, state: &mut State, want: u64) -> Step {
+        loop {
+            if let Some(run) = state.free.take(want) {
+                return Step::Found(run);
+            }
+            if state.scan >= state.scan_end {
+                return match self.extend(state, want) {
+                    Some(first) => Step::Found(FreeRun { first, clusters: want, zeroed: true }),
+                    None => Step::Full,
+                };
+            }
+            let (index, _) = self.counts.position(state.scan);
+            if state.block_at(index).is_some() && !state.blocks.contains_key(&index) {
+                return Step::Load(index);
+            }
+            self.scan_block(state, index);
+        }
+    }
+
+    /// Looks through one block for clusters that nothing refers to. What they hold is unknown.
+    fn scan_block(&self, state: &mut State, index: u64) {
+        let first = state.scan;
+        let end = self
+            .counts
+            .first_cluster(index + 1)
+            .map_or(state.scan_end, |next| next.min(state.scan_end));
+        let mut free: Option<FreeRun> = None;
+        let mut runs = Vec::new();
+        match state.blocks.get(&index) {
+            None => runs.push(FreeRun { first, clusters: end - first, zeroed: false }),
+            Some(block) => {
+                for cluster in first..end {
+                    let (_, entry) = self.counts.position(cluster);
+                    if self.counts.get(&block.bytes, entry) == Some(0) {
+                        free.get_or_insert(FreeRun {
+                            first: cluster,
+                            clusters: 0,
+                            zeroed: false,
+                        })
+                        .clusters += 1;
+                    } else if let Some(run) = free.take() {
+                        runs.push(run);
+                    }
+                }
+            }
+        }
+        runs.extend(free);
+        for run in runs {
+            state.free.insert(run);
+        }
+        state.scan = end;
+    }
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Grants a run of up to `want` free clusters, with refcount blocks in memory that cover them.
+    ///
+    /// # Errors
+    /// `Corrupt` when the refcounts call metadata free, `Limit` at the end of the format's address space, or what
+    /// the storage reports.
+    pub(super) async fn grant(&self, want: u64) -> Result<FreeRun> {
+        loop {
+            let step = {
+                let mut state = self.space.state();
+                self.space.find(&mut state, want)
+            };
+            let run = match step {
+                Step::Load(index) => {
+                    self.load_block(index).await?;
+                    continue;
+                }
+                Step::Full => {
+                    return Err(Error::new(
+                        ErrorKind::Limit,
+                        format!(
+                            "image '{}' has reached the largest file size that qcow2 allows",
+                            self.storage.name()
+                        ),
+                    ));
+                }
+                Step::Found(run) => run,
+            };
+            if let Some(cluster) = self.space.metadata_in(run.first, run.clusters) {
+                let e = Error::new(
+                    ErrorKind::Corrupt,
+                    format!(
+                        "image '{}' is corrupt: its refcounts call the cluster at {} free, which holds metadata; \
+                         repair it with 'qemu-img check -r all'",
+                        self.storage.name(),
+                        self.space.offset_of(cluster)
+                    ),
+                );
+                return Err(self.mark_corrupt(e).await);
+            }
+            self.prepare(run).await;
+            if let Err(e) = self.cover(run).await {
+                self.space.state().free.insert(run);
+                return Err(e);
+            }
+            return Ok(run);
+        }
+    }
+
+    /// Makes sure that refcount blocks for the run exist and are in memory, and keeps them there.
+    async fn cover(&self, run: FreeRun) -> Result<()> {
+        loop {
+            let mut missing = None;
+            {
+                let mut state = self.space.state();
+                self.space.for_blocks(run.first, run.clusters, |index, _| {
+                    if missing.is_none() && !state.blocks.contains_key(&index) {
+                        missing = Some((index, state.block_at(index).is_some()));
+                    }
+                });
+                if missing.is_none() {
+                    self.space.pin(&mut state, run.first, run.clusters);
+                    return Ok(());
+                }
+            }
+            match missing {
+                Some((index, true)) => self.load_block(index).await?,
+                Some((index, false)) => self.grow_refcounts(index).await?,
+                None => {}
+            }
+        }
+    }
+
+    /// Has the host allocate space for fresh clusters in large steps, so that first writes neither extend the file
+    /// one by one nor fragment it. It only helps: where it can't be done, writes allocate as they go.
+    async fn prepare(&self, run: FreeRun) {
+        let (from, clusters) = {
+            let mut state = self.space.state();
+            if !run.zeroed || run.end() <= state.prepared {
+                return;
+            }
+            let step = (PREPARE_BYTES >> self.tables.geo.cluster_bits()).max(run.clusters);
+            let from = state.prepared.max(run.first);
+            state.prepared = run.end() + step;
+            (from, state.prepared - from)
+        };
+        let len = ByteLen::new(clusters.saturating_mul(self.tables.cluster()));
+        let at = self.space.offset_of(from);
+        if let Err(e) = self.storage.allocate(at, len).await {
+            tracing::debug!(image = self.storage.name(), "cannot allocate ahead: {e:#}");
+        }
+    }
+}

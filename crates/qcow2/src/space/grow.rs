@@ -1,0 +1,224 @@
+//! Growth of the refcount structures: new blocks, and a larger table.
+//!
+//! Rare (one block counts 2 GiB of an image with the usual sizes), so it is done in full at once, each step
+//! durable before the next depends on it: blocks with their own counts, then the table entry that names them, or
+//! a whole new table and then the header that names it. A crash in between leaks clusters, nothing more.
+
+use super::{FreeRun, Space, State};
+use crate::format::ENTRY_BYTES;
+use crate::image::Qcow2;
+use bedplate_runtime::buf::{AlignedBuf, SharedBuf};
+use bedplate_storage::Storage;
+use bedplate_types::{Error, ErrorKind, HostOffset, Result, limits};
+use std::collections::BTreeMap;
+
+/// Host space that the blocks made in one growth count ahead, and how many blocks that is at most.
+const AHEAD_BYTES: u64 = 128 << 20;
+const AHEAD_BLOCKS: u64 = 64;
+
+/// What a growth will write.
+struct Growth {
+    /// New blocks: index to the cluster that holds each.
+    blocks: BTreeMap<u64, u64>,
+    /// Place and size of a new table, where the old one is too small.
+    table: Option<(u64, u64)>,
+    /// All clusters reserved for the growth; those not used go to the free ones.
+    first: u64,
+    reserved: u64,
+    used: u64,
+}
+
+impl<S: Storage> Qcow2<S> {
+    /// Makes the refcount block `index`, and some after it.
+    ///
+    /// # Errors
+    /// `Limit` when the table can't hold it; what the storage reports, which poisons the image.
+    pub(super) async fn grow_refcounts(&self, index: u64) -> Result<()> {
+        let _one = self.space.one_writer().await;
+        if self.space.state().block_at(index).is_some() {
+            return Ok(());
+        }
+        let growth = {
+            let mut state = self.space.state();
+            self.space.plan_growth(&mut state, index).ok_or_else(|| {
+                Error::new(
+                    ErrorKind::Limit,
+                    format!(
+                        "image '{}' can't grow any more: its refcount table has reached {} bytes; use larger \
+                         clusters",
+                        self.storage.name(),
+                        limits::MAX_REFTABLE_BYTES
+                    ),
+                )
+            })?
+        };
+        // The blocks that count the new clusters and exist already must be at hand before anything is changed.
+        let mut existing = Vec::new();
+        self.space.for_blocks(growth.first, growth.used, |i, _| {
+            if !growth.blocks.contains_key(&i) {
+                existing.push(i);
+            }
+        });
+        for i in &existing {
+            self.load_block(*i).await?;
+        }
+        self.write_growth(growth, &existing).await.map_err(|e| {
+            self.poison(e.context(format!(
+                "cannot extend the refcount structures of '{}'",
+                self.storage.name()
+            )))
+        })
+    }
+
+    async fn write_growth(&self, growth: Growth, existing: &[u64]) -> Result<()> {
+        let mut writes = Vec::new();
+        let old_table = {
+            let mut state = self.space.state();
+            for i in growth.blocks.keys() {
+                state.place_block(*i, vec![0; self.tables.cluster() as usize]);
+            }
+            if let Some((_, clusters)) = growth.table {
+                let entries = clusters * self.tables.cluster() / ENTRY_BYTES;
+                state.table.resize(entries as usize, 0);
+            }
+            for (i, cluster) in &growth.blocks {
+                if let Some(entry) = state.table.get_mut(*i as usize) {
+                    *entry = self.space.offset_of(*cluster).get();
+                }
+            }
+            for cluster in growth.first..growth.first + growth.used {
+                self.space.set_count(&mut state, cluster, 1)?;
+            }
+            for i in growth.blocks.keys().chain(existing) {
+                if let (Some(at), Some(block)) = (state.block_at(*i), state.blocks.get(i)) {
+                    writes.push((at, block.bytes.clone()));
+                }
+            }
+            if growth.reserved > growth.used {
+                let first = growth.first + growth.used;
+                let clusters = growth.reserved - growth.used;
+                state.free.insert(FreeRun { first, clusters, zeroed: true });
+            }
+            (state.table_at, state.table_clusters)
+        };
+        self.space.add_metadata(growth.first, growth.used);
+        self.write_all(writes).await?;
+        match growth.table {
+            None => {
+                self.storage.sync().await?;
+                self.write_table_entries(growth.blocks.keys().copied()).await
+            }
+            Some((cluster, clusters)) => {
+                self.write_table(cluster, clusters).await?;
+                self.storage.sync().await?;
+                self.switch_table(cluster, clusters).await?;
+                self.release_table(old_table).await
+            }
+        }
+    }
+
+    async fn write_table_entries(&self, blocks: impl Iterator<Item = u64>) -> Result<()> {
+        let writes = {
+            let state = self.space.state();
+            // Whole sectors, so that direct I/O needs no read first.
+            let sectors: std::collections::BTreeSet<u64> =
+                blocks.map(|i| i * ENTRY_BYTES / 512).collect();
+            sectors
+                .into_iter()
+                .map(|sector| {
+                    let first = (sector * 512 / ENTRY_BYTES) as usize;
+                    let words = state.table.iter().skip(first).take(64);
+                    let mut bytes: Vec<u8> = words.flat_map(|w| w.to_be_bytes()).collect();
+                    bytes.resize(512, 0);
+                    (HostOffset::new(state.table_at.get() + sector * 512), bytes)
+                })
+                .collect()
+        };
+        self.write_all(writes).await
+    }
+
+    async fn write_table(&self, cluster: u64, clusters: u64) -> Result<()> {
+        let mut bytes: Vec<u8> = {
+            let state = self.space.state();
+            state.table.iter().flat_map(|w| w.to_be_bytes()).collect()
+        };
+        bytes.resize((clusters * self.tables.cluster()) as usize, 0);
+        self.write_all(vec![(self.space.offset_of(cluster), bytes)]).await
+    }
+
+    /// Makes the header name the new table.
+    async fn switch_table(&self, cluster: u64, clusters: u64) -> Result<()> {
+        let at = self.space.offset_of(cluster);
+        self.change_header(|header| {
+            header.refcount_table_offset = at;
+            header.refcount_table_clusters = clusters as u32;
+        })
+        .await?;
+        let mut state = self.space.state();
+        state.table_at = at;
+        state.table_clusters = clusters;
+        Ok(())
+    }
+
+    /// Frees the clusters of the old table; the header that no longer names it is durable.
+    async fn release_table(&self, (at, clusters): (HostOffset, u64)) -> Result<()> {
+        let first = self.space.cluster_of(at);
+        self.space.drop_metadata(first, clusters);
+        self.release_durable((first..first + clusters).collect()).await
+    }
+
+    /// Writes metadata blocks, all at once.
+    pub(crate) async fn write_all(&self, writes: Vec<(HostOffset, Vec<u8>)>) -> Result<()> {
+        let mut all = Vec::with_capacity(writes.len());
+        for (at, bytes) in writes {
+            let buf = SharedBuf::new(AlignedBuf::from_slice(&bytes)?);
+            all.push(self.storage.write(at, buf.iovec()));
+        }
+        for result in futures_util::future::join_all(all).await {
+            result?;
+        }
+        Ok(())
+    }
+}
+
+impl Space {
+    /// Decides where the new blocks (and table) go; reserves their clusters. `None` when the limit is reached.
+    fn plan_growth(&self, state: &mut State, index: u64) -> Option<Growth> {
+        let ahead = (AHEAD_BYTES / (self.counts.entries_per_block() * self.geo.cluster_size()))
+            .clamp(1, AHEAD_BLOCKS);
+        let entries_per_cluster = self.geo.cluster_size() / ENTRY_BYTES;
+        // Blocks wanted: those asked for, and any that count the reserved clusters themselves.
+        let capacity = state.table.len() as u64;
+        let (top, _) = self.counts.position(state.end);
+        let least = index.max(top) + ahead + 8;
+        let table_clusters = if least > capacity {
+            let entries = least * 3 / 2;
+            entries.div_ceil(entries_per_cluster)
+        } else {
+            0
+        };
+        if table_clusters * self.geo.cluster_size() > limits::MAX_REFTABLE_BYTES {
+            return None;
+        }
+        // Each block that counts reserved clusters takes one of them; a few more than needed do no harm.
+        let own = (table_clusters + ahead) / self.counts.entries_per_block() + 4;
+        let reserved = table_clusters + ahead + own;
+        let first = self.extend(state, reserved)?;
+        let mut blocks = BTreeMap::new();
+        let mut next = first + table_clusters;
+        let end = first + reserved;
+        let covered =
+            |blocks: &BTreeMap<u64, u64>, i| blocks.contains_key(&i) || state.block_at(i).is_some();
+        let (low, _) = self.counts.position(first);
+        let (high, _) = self.counts.position(end - 1);
+        let wanted = std::iter::once(index).chain(low..=high).chain(index + 1..index + ahead);
+        for i in wanted {
+            if next < end && !covered(&blocks, i) {
+                blocks.insert(i, next);
+                next += 1;
+            }
+        }
+        let table = (table_clusters > 0).then_some((first, table_clusters));
+        Some(Growth { blocks, table, first, reserved, used: next - first })
+    }
+}
