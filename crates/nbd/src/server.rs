@@ -3,6 +3,9 @@
 //! Callers: the daemon and the command. Each thread has one runtime and any number of connections; the first one
 //! accepts. Locks: none of its own; threads meet in atomics and events.
 
+mod control;
+
+use self::control::{Control, KILL, STOP};
 use crate::addr::NbdAddr;
 use crate::device::Device;
 use crate::listen::{self, SocketPath};
@@ -23,7 +26,7 @@ use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -64,29 +67,6 @@ impl Default for NbdOptions {
             drain: Duration::from_secs(5),
             runtime: Config::default(),
         }
-    }
-}
-
-/// No new requests; those under way are finished.
-const STOP: u8 = 1;
-/// Nothing is sent any more.
-const KILL: u8 = 2;
-
-/// How far the server's end has come.
-#[derive(Default)]
-struct Control {
-    level: AtomicU8,
-    raised: Event,
-}
-
-impl Control {
-    fn raise(&self, level: u8) {
-        self.level.fetch_max(level, SeqCst);
-        self.raised.notify_all();
-    }
-
-    async fn wait(&self, level: u8) {
-        self.raised.wait_until(|| (self.level.load(SeqCst) >= level).then_some(())).await;
     }
 }
 
