@@ -12,6 +12,7 @@
 pub mod addr;
 pub mod client;
 pub mod device;
+mod disk;
 mod listen;
 pub mod negotiate;
 mod pool;

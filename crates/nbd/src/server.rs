@@ -13,9 +13,11 @@ use crate::negotiate::{Agreed, BlockSizes, ExportInfo, Outcome, negotiate};
 use crate::proto::export_flag;
 use crate::stream::{ByteStream, Input};
 use crate::transmission::transmit;
+use bedplate_disk::Disk;
 use bedplate_runtime::net::{Listener, Stream};
 use bedplate_runtime::sync::Event;
 use bedplate_runtime::{Config, Handle, Runtime};
+use bedplate_storage::FileStorage;
 use bedplate_types::limits::{
     MAX_NBD_CLIENTS, MAX_NBD_REQUEST, MAX_NBD_STRING, NBD_HANDSHAKE_SECONDS,
 };
@@ -32,7 +34,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// A disk under a name.
-pub struct NbdExport<D> {
+pub struct NbdExport<D = Disk<FileStorage>> {
     /// The name clients ask for; the first export also answers to the empty name.
     pub name: String,
     /// A text for people; empty: none.
@@ -236,9 +238,6 @@ impl<D: Device> NbdExport<D> {
     }
 
     fn info(&self) -> ExportInfo {
-        let size = self.disk.size();
-        // Clients that ask for byte granularity where sectors do cost a read-modify-write here.
-        let sectors = self.disk.align() >= 512 && size.is_multiple_of(512);
         // Multi-conn is true: all connections use the one disk, and its flush covers them all.
         let mut flags = export_flag::HAS_FLAGS
             | export_flag::SEND_FLUSH
@@ -253,10 +252,12 @@ impl<D: Device> NbdExport<D> {
         ExportInfo {
             name: self.name.clone(),
             description: self.description.clone(),
-            size,
+            size: self.disk.size(),
             flags,
             block: BlockSizes {
-                minimum: if sectors { 512 } else { 1 },
+                // The disk takes any byte range; it locks the sectors that it reads and writes back, which a client
+                // can't. Some clients refuse to copy a file of odd length to a disk with a larger minimum.
+                minimum: 1,
                 preferred: 4096,
                 maximum: MAX_NBD_REQUEST,
             },
