@@ -213,10 +213,16 @@ impl DriverQueue {
         Self::word(self.avail, 1).store(index.to_le(), Ordering::Release);
     }
 
+    /// True when a chain has come back.
+    #[inline]
+    pub fn has_used(&self) -> bool {
+        Self::word(self.used, 1).load(Ordering::Acquire).to_le() != self.next_used
+    }
+
     /// Takes one chain that came back.
     #[inline]
     pub fn take_used(&mut self) -> Option<Used> {
-        if Self::word(self.used, 1).load(Ordering::Acquire).to_le() == self.next_used {
+        if !self.has_used() {
             return None;
         }
         let at = 2 + usize::from(self.next_used & (self.size - 1)) * 4;
@@ -248,6 +254,6 @@ impl DriverQueue {
         if on {
             fence(Ordering::SeqCst);
         }
-        Self::word(self.used, 1).load(Ordering::Acquire).to_le() != self.next_used
+        self.has_used()
     }
 }

@@ -20,6 +20,11 @@ struct Mapping {
     len: usize,
 }
 
+// SAFETY: an address range of shared memory, owned here; any thread may access and unmap it.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; nothing in it changes.
+unsafe impl Sync for Mapping {}
+
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: `base` and `len` are those of the mmap call, and no region names this mapping any more.
