@@ -28,7 +28,7 @@ pub trait Device: Send + Sync + 'static {
     /// True when nothing may be changed.
     fn read_only(&self) -> bool;
 
-    /// Requests whose offset and length are multiples of this are cheap.
+    /// Requests whose offset and length are multiples of this are cheap; 1 where the host caches pages.
     fn align(&self) -> u32;
 
     /// Fills `buf` from `at`.

@@ -3,6 +3,9 @@
 //! Callers: the daemon and the command. Each thread has one runtime and any number of connections; the first one
 //! accepts. Locks: none of its own; threads meet in atomics and events.
 
+mod control;
+
+use self::control::{Control, KILL, STOP};
 use crate::addr::NbdAddr;
 use crate::device::Device;
 use crate::listen::{self, SocketPath};
@@ -10,9 +13,11 @@ use crate::negotiate::{Agreed, BlockSizes, ExportInfo, Outcome, negotiate};
 use crate::proto::export_flag;
 use crate::stream::{ByteStream, Input};
 use crate::transmission::transmit;
+use bedplate_disk::Disk;
 use bedplate_runtime::net::{Listener, Stream};
 use bedplate_runtime::sync::Event;
 use bedplate_runtime::{Config, Handle, Runtime};
+use bedplate_storage::FileStorage;
 use bedplate_types::limits::{
     MAX_NBD_CLIENTS, MAX_NBD_REQUEST, MAX_NBD_STRING, NBD_HANDSHAKE_SECONDS,
 };
@@ -23,13 +28,13 @@ use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// A disk under a name.
-pub struct NbdExport<D> {
+pub struct NbdExport<D = Disk<FileStorage>> {
     /// The name clients ask for; the first export also answers to the empty name.
     pub name: String,
     /// A text for people; empty: none.
@@ -64,29 +69,6 @@ impl Default for NbdOptions {
             drain: Duration::from_secs(5),
             runtime: Config::default(),
         }
-    }
-}
-
-/// No new requests; those under way are finished.
-const STOP: u8 = 1;
-/// Nothing is sent any more.
-const KILL: u8 = 2;
-
-/// How far the server's end has come.
-#[derive(Default)]
-struct Control {
-    level: AtomicU8,
-    raised: Event,
-}
-
-impl Control {
-    fn raise(&self, level: u8) {
-        self.level.fetch_max(level, SeqCst);
-        self.raised.notify_all();
-    }
-
-    async fn wait(&self, level: u8) {
-        self.raised.wait_until(|| (self.level.load(SeqCst) >= level).then_some(())).await;
     }
 }
 
@@ -256,9 +238,6 @@ impl<D: Device> NbdExport<D> {
     }
 
     fn info(&self) -> ExportInfo {
-        let size = self.disk.size();
-        // Clients that ask for byte granularity where sectors do cost a read-modify-write here.
-        let sectors = self.disk.align() >= 512 && size.is_multiple_of(512);
         // Multi-conn is true: all connections use the one disk, and its flush covers them all.
         let mut flags = export_flag::HAS_FLAGS
             | export_flag::SEND_FLUSH
@@ -273,10 +252,12 @@ impl<D: Device> NbdExport<D> {
         ExportInfo {
             name: self.name.clone(),
             description: self.description.clone(),
-            size,
+            size: self.disk.size(),
             flags,
             block: BlockSizes {
-                minimum: if sectors { 512 } else { 1 },
+                // The disk takes any byte range; it locks the sectors that it reads and writes back, which a client
+                // can't. Some clients refuse to copy a file of odd length to a disk with a larger minimum.
+                minimum: 1,
                 preferred: 4096,
                 maximum: MAX_NBD_REQUEST,
             },

@@ -2,9 +2,27 @@
 
 mod common;
 
-use common::{How, arg, have, pattern, run, serve};
+use bedplate_types::CacheMode;
+use common::{How, Served, arg, have, pattern, run, serve};
 
-const BOTH: [How; 2] = [How { tcp: false, read_only: false }, How { tcp: true, read_only: false }];
+/// Unix and TCP, raw and qcow2, direct and cached.
+fn ways() -> Vec<How> {
+    let way = |tcp, qcow2, cache| How { tcp, qcow2, cache, read_only: false };
+    let mut all = vec![way(false, false, CacheMode::None), way(true, false, CacheMode::Writeback)];
+    if have("qemu-img") {
+        all.push(way(true, true, CacheMode::None));
+        all.push(way(false, true, CacheMode::Writeback));
+    }
+    all
+}
+
+/// Stops the server; a qcow2 image must be without fault for QEMU then.
+fn finish(s: Served, how: How) {
+    let (_dir, file) = s.close();
+    if how.qcow2 {
+        run("qemu-img", &["check", "-f", "qcow2", arg(&file)]);
+    }
+}
 const MIB: usize = 1 << 20;
 
 #[test]
@@ -12,7 +30,7 @@ fn nbdinfo_reads_what_the_server_offers() {
     if !have("nbdinfo") {
         return;
     }
-    for how in BOTH {
+    for how in ways() {
         let s = serve(&pattern(3 * MIB), how);
         assert_eq!(run("nbdinfo", &["--size", &s.uri()]).trim(), (3 * MIB).to_string());
         let text = run("nbdinfo", &[&s.uri()]);
@@ -39,6 +57,7 @@ fn nbdinfo_reads_what_the_server_offers() {
         assert!(list.contains("export=\"second\":"), "{list}");
         let map = run("nbdinfo", &["--map", &s.uri()]);
         assert!(map.starts_with("         0     3145728    0  data"), "{map}");
+        finish(s, how);
     }
 }
 
@@ -47,7 +66,7 @@ fn nbdcopy_copies_both_ways() {
     if !have("nbdcopy") {
         return;
     }
-    for how in BOTH {
+    for how in ways() {
         for len in [64 * MIB, 100_001, 513, 1] {
             let mut content = pattern(len);
             let hole = len / 4..len / 2;
@@ -60,6 +79,7 @@ fn nbdcopy_copies_both_ways() {
             let back = std::fs::read(&to).expect("read");
             assert!(back[..len] == content, "{len} bytes");
             assert!(back[len..].iter().all(|b| *b == 0));
+            finish(s, how);
         }
     }
 }
@@ -69,7 +89,7 @@ fn qemu_img_converts_compares_and_maps() {
     if !have("qemu-img") {
         return;
     }
-    for how in BOTH {
+    for how in ways() {
         for len in [20 * MIB, 100_001] {
             let mut content = pattern(len);
             content[len / 4..len / 2].fill(0);
@@ -89,6 +109,7 @@ fn qemu_img_converts_compares_and_maps() {
                 let bench = ["bench", "-f", "raw", "-c", "2000", "-d", "64", "-s", "4k", &uri];
                 run("qemu-img", &bench);
             }
+            finish(s, how);
         }
     }
 }
@@ -98,7 +119,7 @@ fn qemu_io_writes_zeroes_discards_and_flushes() {
     if !have("qemu-io") {
         return;
     }
-    for how in BOTH {
+    for how in ways() {
         let s = serve(&pattern(8 * MIB), how);
         let io = |commands: &[&str]| {
             let uri = s.uri();
@@ -126,6 +147,7 @@ fn qemu_io_writes_zeroes_discards_and_flushes() {
             "map",
         ]);
         io(&["read -P 1 4M 1M", "read -P 2 5M 1M", "read -P 17 64k 128k"]);
+        finish(s, how);
     }
 }
 
@@ -134,7 +156,7 @@ fn qemu_io_reads_and_writes_the_last_byte_of_an_odd_disk() {
     if !have("qemu-io") {
         return;
     }
-    for how in BOTH {
+    for how in ways() {
         let s = serve(&pattern(100_001), how);
         let uri = s.uri();
         let text = run(
@@ -142,6 +164,7 @@ fn qemu_io_reads_and_writes_the_last_byte_of_an_odd_disk() {
             &["-f", "raw", "-c", "write -P 77 100000 1", "-c", "read -P 77 100000 1", &uri],
         );
         assert!(!text.contains("failed"), "{text}");
+        finish(s, how);
     }
 }
 
@@ -151,7 +174,7 @@ fn fio_verifies_what_it_wrote() {
         eprintln!("SKIPPED: fio with its nbd engine is not installed");
         return;
     }
-    for how in BOTH {
+    for how in ways() {
         let s = serve(&vec![0; 32 * MIB], how);
         let state = s.dir.path();
         for bs in ["4k", "4k-64k"] {
@@ -173,5 +196,6 @@ fn fio_verifies_what_it_wrote() {
             let text = run("fio", &args);
             assert!(text.contains("err= 0"), "{text}");
         }
+        finish(s, how);
     }
 }

@@ -2,12 +2,13 @@
 //!
 //! Callers: `disk` (requests of guests) and `image` (whole-image work). `format` parses and encodes bytes; the
 //! engine around it owns an open image, [`Qcow2`], which any number of threads use at once. It makes no system
-//! calls itself. `docs/on-disk-order.md` says in which order metadata is written and why no crash corrupts it;
-//! `docs/locks.md` lists the locks.
+//! calls itself. `check` verifies an image without opening it. `docs/on-disk-order.md` says in which order
+//! metadata is written and why no crash corrupts it; `docs/locks.md` lists the locks.
 #![forbid(unsafe_code)]
 
 mod below;
 mod cache;
+pub mod check;
 mod commit;
 mod cow;
 mod discard;

@@ -1,95 +1,55 @@
 //! Serving files in tests, and running other programs against them.
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+use bedplate_disk::{Disk, Layer};
 use bedplate_nbd::client::{Client, Wanted};
-use bedplate_nbd::device::{Device, Run};
 use bedplate_nbd::{NbdAddr, NbdExport, NbdOptions, NbdServer};
-use bedplate_runtime::buf::IoVec;
-use bedplate_storage::ZeroMode;
-use bedplate_types::{ByteLen, GuestOffset, Result};
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use bedplate_qcow2::Qcow2;
+use bedplate_runtime::{Config, Runtime};
+use bedplate_storage::{FileStorage, OpenOptions};
+use bedplate_types::CacheMode;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use tempfile::TempDir;
 
-pub struct Plain(File, bool);
-
-impl Device for Plain {
-    fn size(&self) -> u64 {
-        self.0.metadata().expect("stat").len()
-    }
-    fn read_only(&self) -> bool {
-        self.1
-    }
-    fn align(&self) -> u32 {
-        512
-    }
-    async fn read(&self, at: GuestOffset, buf: IoVec) -> Result<()> {
-        let mut v = vec![0; buf.len()];
-        self.0.read_exact_at(&mut v, at.get()).expect("read");
-        buf.copy_from(0, &v);
-        Ok(())
-    }
-    async fn write(&self, at: GuestOffset, buf: IoVec, _fua: bool) -> Result<()> {
-        let mut v = vec![0; buf.len()];
-        buf.copy_to(0, &mut v);
-        self.0.write_all_at(&v, at.get()).expect("read");
-        Ok(())
-    }
-    async fn write_batch(&self, writes: Vec<(GuestOffset, IoVec)>) -> Vec<Result<()>> {
-        let mut out = Vec::new();
-        for (at, buf) in writes {
-            out.push(self.write(at, buf, false).await);
-        }
-        out
-    }
-    async fn flush(&self) -> Result<()> {
-        Ok(())
-    }
-    async fn discard(&self, _at: GuestOffset, _len: ByteLen) -> Result<()> {
-        Ok(())
-    }
-    async fn write_zeroes(&self, at: GuestOffset, len: ByteLen, _mode: ZeroMode) -> Result<()> {
-        self.0.write_all_at(&vec![0; len.get() as usize], at.get()).expect("read");
-        Ok(())
-    }
-    async fn block_status(&self, _at: GuestOffset, len: ByteLen, _max: usize) -> Result<Vec<Run>> {
-        Ok(vec![Run { len: len.get(), hole: false, zero: false }])
-    }
-}
-
-/// A served file in a folder of its own.
+/// A served image in a folder of its own.
 pub struct Served {
     pub server: NbdServer,
+    pub disk: Arc<Disk<FileStorage>>,
     pub addr: NbdAddr,
     pub file: PathBuf,
     pub dir: TempDir,
 }
 
 /// How to serve.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct How {
     pub tcp: bool,
     pub read_only: bool,
+    /// As qcow2 instead of raw; needs qemu-img.
+    pub qcow2: bool,
+    pub cache: CacheMode,
 }
 
-/// Serves a raw file with this content as the exports "disk" and "second".
+/// Serves an image with this content as the exports "disk" and "second".
 pub fn serve(content: &[u8], how: How) -> Served {
     let dir = tempfile::tempdir().expect("a folder");
-    let file = dir.path().join("disk.raw");
-    std::fs::write(&file, content).expect("written");
-    serve_file(dir, file, how)
-}
-
-pub fn serve_file(dir: TempDir, file: PathBuf, how: How) -> Served {
+    let raw = dir.path().join("disk.raw");
+    std::fs::write(&raw, content).expect("written");
+    let file = if how.qcow2 {
+        let file = dir.path().join("disk.qcow2");
+        run("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", arg(&raw), arg(&file)]);
+        file
+    } else {
+        raw
+    };
     let addr = if how.tcp {
         NbdAddr::Tcp { host: "127.0.0.1".into(), port: 0 }
     } else {
         NbdAddr::Unix(dir.path().join("nbd.sock"))
     };
-    let disk = open(&file, how.read_only);
+    let disk = open(&file, how);
     let export = |name: &str| NbdExport {
         name: name.into(),
         description: "a test".into(),
@@ -100,14 +60,34 @@ pub fn serve_file(dir: TempDir, file: PathBuf, how: How) -> Served {
     let exports = vec![export("disk"), export("second")];
     let server = NbdServer::start(&addr, exports, options).expect("started");
     let addr = server.local_addr().clone();
-    Served { server, addr, file, dir }
+    Served { server, disk, addr, file, dir }
 }
 
-fn open(file: &Path, read_only: bool) -> Arc<Plain> {
-    Arc::new(Plain(File::options().read(true).write(!read_only).open(file).unwrap(), read_only))
+fn open(file: &Path, how: How) -> Arc<Disk<FileStorage>> {
+    let options = OpenOptions::new(file).read_only(how.read_only).cache(how.cache);
+    let storage = FileStorage::open(&options).expect("opened");
+    let layer = if how.qcow2 {
+        let options = bedplate_qcow2::OpenOptions::default();
+        Layer::Qcow2(Arc::new(on_a_runtime(Qcow2::open(storage, &options)).expect("a good image")))
+    } else {
+        Layer::Raw(Arc::new(storage))
+    };
+    Arc::new(Disk::new("test", vec![layer], how.read_only, how.cache).expect("a disk"))
+}
+
+fn on_a_runtime<F: Future>(f: F) -> F::Output {
+    Runtime::new(Config::default()).expect("a runtime").block_on(f)
 }
 
 impl Served {
+    /// Stops the server and closes the image; gives its folder and file.
+    pub fn close(self) -> (TempDir, PathBuf) {
+        let Self { mut server, disk, file, dir, .. } = self;
+        server.stop();
+        on_a_runtime(disk.close()).expect("closed");
+        (dir, file)
+    }
+
     pub fn uri(&self) -> String {
         self.addr.uri("disk")
     }
