@@ -1,6 +1,7 @@
 //! A disk over a qcow2 image on simulated storage, step by step.
 
 use bedplate_disk::{Disk, Layer};
+use bedplate_qcow2::check::{CheckOptions, check};
 use bedplate_qcow2::format::NewImage;
 use bedplate_qcow2::{OpenOptions, Qcow2};
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
@@ -11,11 +12,14 @@ use bedplate_types::{ByteLen, CacheMode, GuestOffset};
 use std::sync::Arc;
 
 fn image(cluster_bits: u32, size: u64) -> Image {
-    let new = NewImage {
+    laid_out(&NewImage {
         size: ByteLen::new(size),
         cluster_size: 1 << cluster_bits,
         ..NewImage::default()
-    };
+    })
+}
+
+fn laid_out(new: &NewImage) -> Image {
     let layout = new.layout().expect("layout");
     let mut image = Image::new(layout.file_len.get());
     for (at, bytes) in &layout.writes {
@@ -73,4 +77,29 @@ fn what_was_written_and_flushed_is_there_after_reopening() {
 
 fn disk_storage(disk: &Disk<SimStorage>) -> Option<Image> {
     Some(disk.storage()?.image())
+}
+
+#[test]
+fn an_image_that_was_not_closed_gets_its_refcounts_back() {
+    let new = NewImage {
+        size: ByteLen::new(8 << 20),
+        cluster_size: 512,
+        lazy_refcounts: true,
+        ..NewImage::default()
+    };
+    let disk = open(laid_out(&new));
+    for at in (0..4 << 20).step_by(100_000) {
+        block_on(disk.write(GuestOffset::new(at), iov(&[7; 3000]), false)).expect("write");
+    }
+    block_on(disk.flush()).expect("flush");
+    let crashed = disk_storage(&disk).expect("storage");
+    let report = |image: &Image| {
+        let storage = SimStorage::from_image(image.clone(), SimOptions::default());
+        block_on(check(&storage, CheckOptions::default())).expect("check")
+    };
+    assert!(report(&crashed).corruptions > 0, "lazy refcounts were written after all");
+    let disk = open(crashed);
+    let repaired = disk_storage(&disk).expect("storage");
+    assert!(report(&repaired).is_clean(), "{:?}", report(&repaired));
+    assert_eq!(read(&disk, 100_000, 3000), [7; 3000]);
 }

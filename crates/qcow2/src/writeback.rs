@@ -125,7 +125,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Writes the refcount blocks that are newer in memory than in the file.
-    async fn write_blocks(&self) -> Result<()> {
+    pub(crate) async fn write_blocks(&self) -> Result<()> {
         // Growth writes blocks too; the same block must not be written twice at once.
         let _one = self.space.one_writer().await;
         let (writes, indexes) = {

@@ -87,7 +87,7 @@ impl Budget {
 }
 
 /// Reference counts of all clusters.
-pub(super) struct Counts {
+pub(crate) struct Counts {
     pieces: BTreeMap<u64, Box<[u8; PIECE]>>,
     large: HashMap<u64, u64>,
     /// For clusters used for different things: one bit for each use.
@@ -161,7 +161,7 @@ impl Counts {
     }
 
     /// The references counted for a cluster.
-    pub(super) fn get(&self, cluster: u64) -> u64 {
+    pub(crate) fn get(&self, cluster: u64) -> u64 {
         match self.pieces.get(&(cluster >> PIECE_BITS)) {
             Some(piece) => self.value(piece, cluster),
             None => 0,
@@ -177,7 +177,7 @@ impl Counts {
     }
 
     /// The clusters from `start` up to `end` (not included) that have references, with their number.
-    pub(super) fn referenced(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64)> + '_ {
+    pub(crate) fn referenced(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64)> + '_ {
         let (first, last) = (start >> PIECE_BITS, end.div_ceil(PIECE as u64));
         self.pieces
             .range(first..last.max(first))

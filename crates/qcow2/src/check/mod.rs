@@ -47,3 +47,15 @@ pub async fn check<S: Storage>(storage: &S, options: CheckOptions) -> Result<Che
     walker.compare().await?;
     Ok(walker.report)
 }
+
+/// The references that the tables of a sound image hold, whatever its refcounts say.
+///
+/// # Errors
+/// `Corrupt` when a table can't be trusted, so that its references can't be counted; else as [`check`].
+pub(crate) async fn count_references<S: Storage>(storage: &S) -> Result<counts::Counts> {
+    let header = read_header(storage).await?;
+    let mut walker = walk::Walker::new(storage, header, CheckOptions::default()).await?;
+    walker.ignore_refcounts();
+    walker.count_tables().await?;
+    walker.into_counts()
+}

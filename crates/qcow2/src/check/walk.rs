@@ -43,6 +43,8 @@ pub(super) struct Walker<'a, S: Storage> {
     counts: Counts,
     stored: Stored,
     l2_tables: BTreeMap<u64, L2Named>,
+    /// The refcounts are known to be stale: nothing is judged by them.
+    stale: bool,
     pub(super) report: CheckReport,
 }
 
@@ -61,6 +63,7 @@ impl<'a, S: Storage> Walker<'a, S> {
             counts: Counts::new(refcounts.max(), Budget::new(options.max_memory)),
             stored: Stored::new(Vec::new(), refcounts, cluster),
             l2_tables: BTreeMap::new(),
+            stale: false,
             report: CheckReport {
                 filename: storage.name(),
                 format: "qcow2",
@@ -73,6 +76,30 @@ impl<'a, S: Storage> Walker<'a, S> {
         let len = u64::from(walker.header.refcount_table_clusters) * geometry.cluster_size();
         walker.stored.table = walker.read_table(walker.header.refcount_table_offset, len).await?;
         Ok(walker)
+    }
+
+    /// Judges nothing by the stored refcounts.
+    pub(super) fn ignore_refcounts(&mut self) {
+        self.stale = true;
+    }
+
+    /// The references counted, if the tables they come from are sound.
+    ///
+    /// # Errors
+    /// `Corrupt` with the first finding.
+    pub(super) fn into_counts(self) -> Result<Counts> {
+        if self.report.corruptions + self.report.check_errors == 0 {
+            return Ok(self.counts);
+        }
+        let first = self.report.findings.first().map_or("", |f| f.text.as_str());
+        Err(Error::new(
+            ErrorKind::Corrupt,
+            format!(
+                "the refcounts of '{}' can't be rebuilt, because its tables are damaged ({first}); repair it with \
+                 'qemu-img check -r all'",
+                self.storage.name()
+            ),
+        ))
     }
 
     /// Counts every reference of the image.
@@ -280,7 +307,10 @@ impl<'a, S: Storage> Walker<'a, S> {
     async fn count_l2_tables(&mut self) -> Result<()> {
         let cluster = self.geometry.cluster_size();
         for (at, mut named) in std::mem::take(&mut self.l2_tables) {
-            let own = self.stored.get(self.storage, at >> self.geometry.cluster_bits()).await?;
+            let own = match self.stale {
+                true => None,
+                false => self.stored.get(self.storage, at >> self.geometry.cluster_bits()).await?,
+            };
             named.judged = if own.is_some() { named.active } else { 0 };
             let times = named.active.saturating_add(named.snapshots);
             self.reference(at, cluster, Use::L2, times)?;
@@ -355,7 +385,7 @@ impl<'a, S: Storage> Walker<'a, S> {
 
     /// In active tables the COPIED flag must say whether the stored refcount is 1.
     async fn check_copied(&mut self, host: u64, raw: u64, what: &str, times: u64) -> Result<()> {
-        if times == 0 {
+        if times == 0 || self.stale {
             return Ok(());
         }
         let cluster = host >> self.geometry.cluster_bits();

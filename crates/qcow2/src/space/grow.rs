@@ -33,7 +33,7 @@ impl<S: Storage> Qcow2<S> {
     ///
     /// # Errors
     /// `Limit` when the table can't hold it; what the storage reports, which poisons the image.
-    pub(super) async fn grow_refcounts(&self, index: u64) -> Result<()> {
+    pub(crate) async fn grow_refcounts(&self, index: u64) -> Result<()> {
         let _one = self.space.one_writer().await;
         if self.space.state().block_at(index).is_some() {
             return Ok(());
