@@ -107,12 +107,11 @@ fn play(s: &Served, seed: u64) {
             })
         })
         .collect();
-    // What one wrote is what another reads.
+    // What was written on one connection is what another reads.
     let mut actors: Vec<Actor> = actors.into_iter().map(|a| a.join().expect("no fault")).collect();
-    for n in 0..actors.len() {
-        let other = s.client();
-        actors[n].client = other;
-        actors[n].read_all();
+    for actor in &mut actors {
+        actor.client = s.client();
+        actor.read_all();
     }
 }
 
