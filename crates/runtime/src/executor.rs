@@ -176,7 +176,11 @@ impl std::fmt::Debug for Runtime {
 
 impl Inner {
     fn turn(&self, wait: Wait, poll: &mut dyn FnMut(Idle) -> bool) -> bool {
+        let mut io = self.io.borrow_mut();
+        let mut any = io.has_staged() && io.run_staged();
+        drop(io);
         let limit = match wait {
+            _ if any => None,
             Wait::No => None,
             Wait::Forever => self.sleep_limit(None),
             Wait::For(time) => self.sleep_limit(Some(time)),
@@ -187,7 +191,7 @@ impl Inner {
         }
         let mut io = self.io.borrow_mut();
         io.submit();
-        let mut any = io.reap();
+        any |= io.reap();
         let left = io.leftovers();
         drop(io);
         if let Some(left) = left {
@@ -205,6 +209,11 @@ impl Inner {
         Some(Some(wait.map_or(left, |w| w.min(left))))
     }
 
+    /// True when the caller's own code has given this thread something to do.
+    fn has_new_work(&self) -> bool {
+        !self.ready.borrow().is_empty() || self.io.borrow().has_staged()
+    }
+
     #[inline]
     fn has_work(&self) -> bool {
         self.shared.is_pending()
@@ -220,7 +229,7 @@ impl Inner {
         {
             return;
         }
-        if poll(Idle::Sleeping) || !self.ready.borrow().is_empty() || !self.shared.try_sleep() {
+        if poll(Idle::Sleeping) || self.has_new_work() || !self.shared.try_sleep() {
             return;
         }
         let limit = match (limit, begin) {
@@ -371,7 +380,10 @@ impl Inner {
             }
             drop((futures, ready));
         }
-        self.io.borrow_mut().cancel_polls();
+        let mut io = self.io.borrow_mut();
+        io.run_staged();
+        io.cancel_polls();
+        drop(io);
         while self.io.borrow().is_busy() {
             let mut io = self.io.borrow_mut();
             if io.only_bell_is_out() {

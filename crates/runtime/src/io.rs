@@ -2,16 +2,17 @@
 //!
 //! Callers: [`crate::executor`], which holds it in one `RefCell` and never borrows it while foreign code runs.
 
+use crate::alone::Alone;
 use crate::config::{Backend, Config};
 use crate::file::File;
 use crate::ops::{Leftovers, OpTable, Request};
 use crate::remote::Shared;
 use crate::ring::Ring;
-use crate::threads::Threads;
+use crate::threads::{self, Threads};
 use bedplate_types::Result;
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +65,17 @@ struct Direct {
     file: Option<Arc<File>>,
 }
 
+/// A transfer of the hot path that found nothing else in flight. It waits for company until the next round: what is
+/// still alone then may be done in line.
+struct Staged {
+    op: DirectOp,
+    file: Arc<File>,
+    iov: *const libc::iovec,
+    n: u32,
+    at: u64,
+    place: u32,
+}
+
 /// Everything that has to do with I/O.
 pub(crate) struct Io {
     engine: Engine,
@@ -71,6 +83,8 @@ pub(crate) struct Io {
     direct: Vec<Direct>,
     direct_free: Vec<u32>,
     direct_done: Vec<(u64, i32)>,
+    staged: Option<Staged>,
+    alone: Alone,
     /// Bound of transfers of the hot path in flight for the thread backend, which has no ring to be full.
     max_direct: usize,
     left: Leftovers,
@@ -95,6 +109,8 @@ impl Io {
             direct: Vec::new(),
             direct_free: Vec::new(),
             direct_done: Vec::new(),
+            staged: None,
+            alone: Alone::new(),
             max_direct: config.entries.max(2) as usize,
             left: Leftovers::default(),
         })
@@ -137,10 +153,11 @@ impl Io {
     /// True when a round would find something without waiting.
     #[inline]
     pub(crate) fn has_events(&mut self) -> bool {
-        match &mut self.engine {
-            Engine::Uring(ring) => ring.has_events(),
-            Engine::Threads(threads) => threads.has_events(),
-        }
+        self.has_staged()
+            || match &mut self.engine {
+                Engine::Uring(ring) => ring.has_events(),
+                Engine::Threads(threads) => threads.has_events(),
+            }
     }
 
     /// Hands over what waits for the system.
@@ -153,8 +170,9 @@ impl Io {
 
     /// As [`Self::submit`], and sleeps until something happens.
     pub(crate) fn sleep(&mut self, limit: Option<Duration>) {
+        let in_flight = self.transfers();
         match &mut self.engine {
-            Engine::Uring(ring) => ring.submit_and_wait(limit),
+            Engine::Uring(ring) => ring.submit_and_wait(limit, in_flight),
             Engine::Threads(threads) => threads.poll(limit),
         }
     }
@@ -214,37 +232,103 @@ impl Io {
         at: u64,
         token: u64,
     ) -> bool {
-        let i = match self.direct_free.last() {
+        if self.staged.is_some() && !self.submit_staged() {
+            return false;
+        }
+        let alone = self.transfers() == 0;
+        let place = match self.direct_free.last() {
             Some(i) => *i,
-            None => {
-                self.direct.push(Direct { token: 0, file: None });
-                let i = (self.direct.len() - 1) as u32;
-                self.direct_free.push(i);
-                i
-            }
+            None => self.more_places(),
         };
-        let data = user_data::direct(i);
-        let kept = match &mut self.engine {
+        if alone {
+            self.staged = Some(Staged { op, file: file.clone(), iov, n, at, place });
+        // SAFETY: the caller's promise.
+        } else if !unsafe { self.start_direct(op, file, iov, n, at, place) } {
+            return false;
+        }
+        self.direct_free.pop();
+        self.direct[place as usize].token = token;
+        true
+    }
+
+    #[cold]
+    fn more_places(&mut self) -> u32 {
+        self.direct.push(Direct { token: 0, file: None });
+        let i = (self.direct.len() - 1) as u32;
+        self.direct_free.push(i);
+        i
+    }
+
+    /// Hands a transfer of the hot path to the backend; false when there is no room.
+    ///
+    /// # Safety
+    /// As for [`Self::direct`].
+    #[inline]
+    unsafe fn start_direct(
+        &mut self,
+        op: DirectOp,
+        file: &Arc<File>,
+        iov: *const libc::iovec,
+        n: u32,
+        at: u64,
+        place: u32,
+    ) -> bool {
+        let data = user_data::direct(place);
+        let busy = self.direct_in_flight();
+        match &mut self.engine {
             Engine::Uring(ring) => {
                 // SAFETY: the caller's promise.
                 match unsafe { ring.direct(op, file, iov, n, at, data) } {
-                    Some(true) => None,
-                    Some(false) => Some(file.clone()),
+                    Some(true) => {}
+                    Some(false) => self.direct[place as usize].file = Some(file.clone()),
                     None => return false,
                 }
             }
+            Engine::Threads(_) if busy >= self.max_direct => return false,
             Engine::Threads(threads) => {
-                if self.direct.len() - self.direct_free.len() >= self.max_direct {
-                    return false;
-                }
                 // SAFETY: the caller's promise.
                 unsafe { threads.transfer(op, file, iov, n as usize, at, data) };
-                None
             }
-        };
-        self.direct_free.pop();
-        self.direct[i as usize] = Direct { token, file: kept };
+        }
         true
+    }
+
+    /// Hands over the transfer that waits for company; false when there is no room.
+    fn submit_staged(&mut self) -> bool {
+        let Some(s) = self.staged.take() else { return true };
+        // SAFETY: whoever gave it vouched for the memory until its completion.
+        if unsafe { self.start_direct(s.op, &s.file, s.iov, s.n, s.at, s.place) } {
+            self.left.files.push(s.file);
+            return true;
+        }
+        self.staged = Some(s);
+        false
+    }
+
+    /// Does the transfer that has stayed alone, or hands it over. True when it is complete.
+    #[cold]
+    pub(crate) fn run_staged(&mut self) -> bool {
+        let lone = self.transfers() == 1;
+        let try_it = |s: &Staged| lone && self.alone.in_line(s.file.id());
+        if !self.staged.as_ref().is_some_and(try_it) {
+            self.submit_staged();
+            return false;
+        }
+        let Some(s) = self.staged.take() else { return false };
+        let begin = Instant::now();
+        let n = (s.n as usize).min(MAX_SEGMENTS);
+        // SAFETY: whoever gave it vouched for the memory until its completion.
+        let result = unsafe { threads::transfer_now(s.op, &s.file, s.iov, n, s.at) };
+        self.alone.took(s.file.id(), begin.elapsed());
+        self.complete(user_data::direct(s.place), result);
+        self.left.files.push(s.file);
+        true
+    }
+
+    /// True when a transfer waits for company.
+    #[inline]
+    pub(crate) fn has_staged(&self) -> bool {
+        self.staged.is_some()
     }
 
     /// Moves the results of the hot path that are there to `out`.

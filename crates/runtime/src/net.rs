@@ -8,12 +8,18 @@ use crate::event::{readable, writable};
 use crate::io::MAX_SEGMENTS;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags, Shutdown, SocketFlags};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType,
+};
 use std::io::{self, IoSlice};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::time::Duration;
+
+/// How long to wait before trying again to connect to a Unix socket whose queue is full.
+const FULL_QUEUE_PAUSE: Duration = Duration::from_millis(5);
 
 /// A socket that accepts connections.
 #[derive(Debug)]
@@ -52,8 +58,7 @@ impl Listener {
     pub fn from_fd(fd: OwnedFd) -> io::Result<Self> {
         set_nonblocking(&fd)?;
         let family = rustix::net::getsockname(&fd)?.address_family();
-        let tcp =
-            matches!(family, rustix::net::AddressFamily::INET | rustix::net::AddressFamily::INET6);
+        let tcp = matches!(family, AddressFamily::INET | AddressFamily::INET6);
         Ok(Self { fd, tcp })
     }
 
@@ -100,9 +105,19 @@ impl Stream {
     /// # Errors
     /// As connect(2).
     pub async fn connect_unix(path: impl AsRef<Path>) -> io::Result<Self> {
-        // A Unix socket connects at once, or waits for room in the other side's queue.
-        let path = path.as_ref().to_owned();
-        Self::from_fd(crate::fs::blocking(move || UnixStream::connect(path)).await?.into())
+        let addr = SocketAddrUnix::new(path.as_ref())?;
+        let fd = new_socket(AddressFamily::UNIX)?;
+        // A Unix socket connects at once or not at all; without room in the other side's queue nothing can be
+        // waited for.
+        while let Err(e) = rustix::net::connect(&fd, &addr) {
+            match e {
+                Errno::AGAIN => crate::sleep(FULL_QUEUE_PAUSE).await,
+                Errno::INTR => {}
+                Errno::ISCONN => break,
+                e => return Err(e.into()),
+            }
+        }
+        Ok(Self { fd })
     }
 
     /// Connects to a TCP address.
@@ -110,10 +125,18 @@ impl Stream {
     /// # Errors
     /// As connect(2).
     pub async fn connect_tcp(addr: SocketAddr) -> io::Result<Self> {
-        let stream = crate::fs::blocking(move || TcpStream::connect(addr)).await?;
-        let this = Self::from_fd(stream.into())?;
-        no_delay(&this.fd);
-        Ok(this)
+        let family = if addr.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let fd = new_socket(family)?;
+        match rustix::net::connect(&fd, &addr) {
+            Ok(()) => {}
+            Err(Errno::INPROGRESS | Errno::INTR) => {
+                writable(&fd).await?;
+                rustix::net::sockopt::socket_error(&fd)??;
+            }
+            Err(e) => return Err(e.into()),
+        }
+        no_delay(&fd);
+        Ok(Self { fd })
     }
 
     /// Two connected Unix sockets.
@@ -294,6 +317,11 @@ impl From<Stream> for OwnedFd {
     fn from(stream: Stream) -> Self {
         stream.fd
     }
+}
+
+fn new_socket(family: AddressFamily) -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    Ok(rustix::net::socket_with(family, SocketType::STREAM, flags, None)?)
 }
 
 fn set_nonblocking(fd: &OwnedFd) -> io::Result<()> {

@@ -39,6 +39,16 @@ struct RsrcUpdate {
     data: u64,
 }
 
+/// With this many transfers in flight several completions are waited for, since each wake-up of a sleeping thread
+/// costs about as much as a transfer:
+const GATHER_FROM: usize = 16;
+/// one for this many transfers,
+const GATHER: usize = 4;
+/// but not more than this,
+const GATHER_MOST: usize = 8;
+/// and for no longer than this.
+const GATHER_USEC: u32 = 20;
+
 const REGISTER_RING_FDS: libc::c_uint = 20;
 const UNREGISTER_RING_FDS: libc::c_uint = 21;
 const ENTER_REGISTERED_RING: u32 = 1 << 4;
@@ -59,6 +69,8 @@ pub(crate) struct Ring {
     /// Where the read of the eventfd puts its counter.
     bell: Box<u64>,
     bell_armed: bool,
+    /// The kernel can wait for several completions for a bounded time (Linux 6.12).
+    gathers: bool,
 }
 
 impl Ring {
@@ -76,6 +88,7 @@ impl Ring {
             Some(index) => (index, ENTER_REGISTERED_RING),
             None => (fd, 0),
         };
+        let gathers = ring.params().is_feature_min_timeout();
         Ok(Self {
             ring,
             enter_fd,
@@ -86,6 +99,7 @@ impl Ring {
             shared: shared.clone(),
             bell: Box::new(0),
             bell_armed: false,
+            gathers,
         })
     }
 
@@ -117,20 +131,27 @@ impl Ring {
             self.refill();
         }
         if self.needs_enter() {
-            self.enter(0, None);
+            self.enter();
         }
         if !self.to_release.is_empty() {
             self.release_waiting();
         }
     }
 
-    /// As [`Self::submit`], but sleeps until a completion is there, at most for `limit`.
-    pub(crate) fn submit_and_wait(&mut self, limit: Option<Duration>) {
+    /// As [`Self::submit`], but sleeps until a completion is there, at most for `limit`. With many transfers in
+    /// flight it waits a moment for several.
+    pub(crate) fn submit_and_wait(&mut self, limit: Option<Duration>, in_flight: usize) {
         self.arm_bell();
         self.refill();
-        // Without all entries handed over, the completion waited for might never come.
-        let wait = u32::from(self.backlog.is_empty());
-        self.enter(wait, limit);
+        if !self.backlog.is_empty() {
+            // Without all entries handed over, the completion waited for might never come.
+            self.enter();
+        } else if self.gathers && in_flight >= GATHER_FROM {
+            let wait = (in_flight / GATHER).min(GATHER_MOST) as u32;
+            self.enter_waiting(wait, limit, GATHER_USEC);
+        } else {
+            self.enter_waiting(1, limit, 0);
+        }
         if !self.to_release.is_empty() {
             self.release_waiting();
         }
@@ -162,7 +183,7 @@ impl Ring {
                 self.backlog.pop_front();
                 continue;
             }
-            if !self.enter(0, None) {
+            if !self.enter() {
                 return;
             }
         }
@@ -189,23 +210,29 @@ impl Ring {
         if unsafe { self.ring.submission().push(entry) }.is_ok() {
             return true;
         }
-        self.enter(0, None);
+        self.enter();
         // SAFETY: the caller's promise.
         unsafe { self.ring.submission().push(entry) }.is_ok()
     }
 
-    /// One io_uring_enter. True when the kernel took entries.
-    fn enter(&mut self, wait: u32, limit: Option<Duration>) -> bool {
+    /// Hands over what is in the ring. True when the kernel took entries.
+    fn enter(&mut self) -> bool {
+        self.enter_waiting(0, None, 0)
+    }
+
+    /// One io_uring_enter, which waits for `wait` completions; after `gather` µs for one. True when the kernel
+    /// took entries.
+    fn enter_waiting(&mut self, wait: u32, limit: Option<Duration>, gather: u32) -> bool {
         let to_submit = self.ring.submission().len() as u32;
         let time = limit.map(Timespec::from);
         let arg = GetEventsArg {
             sigmask: 0,
             sigmask_size: 0,
-            min_wait_usec: 0,
+            min_wait_usec: gather,
             timespec: time.as_ref().map_or(0, |t| &raw const *t as u64),
         };
         let mut flags = self.enter_flags | EnterFlags::GETEVENTS.bits();
-        let (arg_ptr, arg_len) = if time.is_some() {
+        let (arg_ptr, arg_len) = if time.is_some() || gather > 0 {
             flags |= EnterFlags::EXT_ARG.bits();
             (&raw const arg, size_of::<GetEventsArg>())
         } else {
@@ -257,7 +284,7 @@ impl Ring {
         if self.files.is_empty() {
             return None;
         }
-        let slot = (file.id() % u64::from(FILE_SLOTS)) as u32;
+        let slot = file.id() as u32 % FILE_SLOTS;
         match self.files[slot as usize] {
             id if id == file.id() => Some(slot),
             0 => self.register(file, slot),
@@ -280,7 +307,7 @@ impl Ring {
     pub(crate) fn release(&mut self, slot: u32) {
         self.to_release.push(slot);
         if !self.ring.submission().is_empty() {
-            self.enter(0, None);
+            self.enter();
         }
         self.release_waiting();
     }

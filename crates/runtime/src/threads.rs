@@ -63,7 +63,7 @@ impl Threads {
         POOL.run(Box::new(move || {
             let segments = segments; // the whole of it, which is Send
             // SAFETY: the caller's promise.
-            let result = unsafe { transfer_now(op, &file, &segments, at) };
+            let result = unsafe { transfer_now(op, &file, segments.iov, segments.n, at) };
             // Before the result is seen, as it may be what the other side waits for to close the file.
             drop(file);
             shared.complete(data, result);
@@ -178,13 +178,19 @@ impl Threads {
     }
 }
 
-/// One positioned transfer, repeated only when a signal came before its begin.
+/// One positioned transfer by this thread, repeated only when a signal came before its begin.
 ///
 /// # Safety
-/// The segments must be valid.
-unsafe fn transfer_now(op: DirectOp, file: &File, segments: &Segments, at: u64) -> i32 {
+/// `iov` must point to `n` segments, which must be valid.
+pub(crate) unsafe fn transfer_now(
+    op: DirectOp,
+    file: &File,
+    iov: *const libc::iovec,
+    n: usize,
+    at: u64,
+) -> i32 {
     let Ok(at) = i64::try_from(at) else { return -libc::EINVAL };
-    let (fd, iov, n) = (file.raw(), segments.iov, segments.n as libc::c_int);
+    let (fd, n) = (file.raw(), n as libc::c_int);
     loop {
         // SAFETY: the caller's promise; the file is open.
         let done = unsafe {

@@ -1,7 +1,7 @@
 //! Files: transfers with and without futures, back-pressure, cancellation, registered files.
 
 use super::*;
-use crate::{DirectOp, Wait, fs, spawn, yield_now};
+use crate::{DirectOp, Idle, Wait, fs, spawn, yield_now};
 use bedplate_types::{ByteLen, ErrorKind, HostOffset};
 use futures_util::future::join_all;
 use std::future::{Future, poll_fn};
@@ -95,6 +95,60 @@ fn direct_transfers_beyond_the_ring_are_refused_or_done_but_never_lost() {
         assert_eq!(done, (0..500).map(|t| (t, 512)).collect::<Vec<_>>());
         assert_eq!(rt.in_flight(), 0);
     });
+}
+
+#[test]
+fn a_lone_direct_transfer_completes_wherever_it_is_submitted_from() {
+    on_both(&Config::default(), |rt| {
+        let file = temp_file();
+        let data = pattern(512, 3).iovec();
+        let (iov, n) = data.as_iovecs();
+        let mut done = Vec::new();
+        let mut submitted = 0;
+        // SAFETY: the list and its memory live to the end of the closure, after the completions.
+        let mut submit = |token| unsafe {
+            let at = HostOffset::new(token * 512);
+            assert!(rt.submit_direct(DirectOp::Write, &file, iov, n as u32, at, token));
+            submitted += 1;
+        };
+        for token in 0..100 {
+            if token % 2 == 0 {
+                submit(token);
+            } else {
+                // Right before the thread would sleep, and without saying so.
+                let mut once = Some(token);
+                rt.turn_polling(Wait::For(Duration::from_secs(60)), &mut |idle| {
+                    if idle == Idle::Sleeping {
+                        once.take().into_iter().for_each(&mut submit);
+                    }
+                    false
+                });
+            }
+            while done.len() as u64 <= token {
+                rt.turn(Wait::Forever);
+                rt.take_direct(&mut done);
+            }
+        }
+        assert_eq!(submitted, 100);
+        assert!(done.iter().enumerate().all(|(i, d)| *d == (i as u64, 512)));
+    });
+}
+
+#[test]
+fn a_runtime_that_ends_does_its_lone_direct_transfer() {
+    for backend in [Backend::Threads, Backend::Auto] {
+        let std_file = tempfile::tempfile().expect("temporary file");
+        let file = File::new(std_file.try_clone().expect("dup").into());
+        let data = pattern(512, 3).iovec();
+        let (iov, n) = data.as_iovecs();
+        let rt = Runtime::new(Config { backend, ..tiny() }).expect("runtime");
+        let at = HostOffset::new(0);
+        // SAFETY: the memory outlives the runtime.
+        assert!(unsafe { rt.submit_direct(DirectOp::Write, &file, iov, n as u32, at, 1) });
+        assert_eq!(rt.in_flight(), 1);
+        drop(rt);
+        assert_eq!(std_file.metadata().expect("metadata").len(), 512);
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::{Handle, Idle, Wait, fs, sleep, spawn, timeout};
+use bedplate_types::HostOffset;
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::rc::Rc;
@@ -82,6 +83,32 @@ fn posts_of_one_sender_run_in_order_and_wake_a_sleeper() {
         }
         sender.join().expect("thread");
         assert!(seen.lock().expect("lock").is_sorted());
+    });
+}
+
+#[test]
+fn a_post_wakes_a_thread_whose_many_transfers_do_not_end() {
+    on_both(&Config::default(), |rt| {
+        let (pipe, writer) = std::io::pipe().expect("pipe");
+        let pipe = File::new(pipe.into());
+        // Reads of an empty pipe: in flight for ever with io_uring, refused by the thread backend.
+        for _ in 0..40 {
+            let (pipe, buf) = (pipe.clone(), pattern(8, 0).iovec());
+            rt.spawn(async move { drop(fs::read(&pipe, buf, HostOffset::new(0)).await) });
+        }
+        rt.turn(Wait::No);
+        let (handle, hit) = (rt.handle(), Arc::new(AtomicBool::new(false)));
+        let theirs = hit.clone();
+        let sender =
+            thread::spawn(move || handle.post(move || theirs.store(true, Ordering::Release)));
+        while !hit.load(Ordering::Acquire) {
+            rt.turn(Wait::Forever);
+        }
+        sender.join().expect("thread");
+        drop(writer); // ends the reads
+        while rt.in_flight() > 0 {
+            rt.turn(Wait::Forever);
+        }
     });
 }
 
