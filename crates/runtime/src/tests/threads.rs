@@ -112,6 +112,27 @@ fn a_post_wakes_a_thread_whose_many_transfers_do_not_end() {
     });
 }
 
+#[test]
+fn a_runtime_that_never_sleeps_sees_what_completes_later() {
+    on_both(&Config::default(), |rt| {
+        let event = Arc::new(crate::EventFd::new().expect("eventfd"));
+        let (done, theirs, bell) = (Rc::new(Cell::new(false)), event.clone(), event);
+        let seen = done.clone();
+        rt.spawn(async move {
+            bell.wait().await.expect("wait");
+            seen.set(true);
+        });
+        for _ in 0..3 {
+            rt.turn(Wait::No);
+        }
+        let sender = thread::spawn(move || theirs.write());
+        while !done.get() {
+            rt.turn(Wait::No);
+        }
+        sender.join().expect("thread").expect("write");
+    });
+}
+
 /// Passes a token between threads: each hop sleeps and is woken, so a lost wake-up hangs.
 #[test]
 fn no_wake_up_is_lost_between_two_runtimes() {
