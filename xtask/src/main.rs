@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bench;
 mod demo;
 mod licences;
 mod report;
@@ -37,6 +38,8 @@ fn run() -> Result<ExitCode> {
         ["demo"] => demo::run().map(|()| ExitCode::SUCCESS),
         ["test"] => test::run(false),
         ["test", "--soak"] => test::run(true),
+        ["bench"] => bench::run(false).map(|()| ExitCode::SUCCESS),
+        ["bench", "--quick"] => bench::run(true).map(|()| ExitCode::SUCCESS),
         ["setup"] => setup::run().map(|()| ExitCode::SUCCESS),
         [] | ["help" | "-h" | "--help"] => {
             println!("{USAGE}");

@@ -1,0 +1,241 @@
+//! `cargo xtask bench`: Bedplate against io_uring on the bare device or file, and against QEMU's storage daemon.
+//!
+//! Machines are shared and noisy, so only ratios within one run count: the subjects of a row are measured in turn, several times
+//! over, and the medians compared. The load comes without a VM from a vhost-user front end in user space; the yardstick ("native") is
+//! one thread that drives io_uring itself. A server has a core beside its client, so it can exceed native where the device costs CPU.
+
+mod rows;
+mod zram;
+
+use crate::{report, setup};
+use anyhow::{Context, Result, bail};
+use bedplate_tests::server::{Config, Program, Server};
+use bedplate_tests::{host, paths};
+use rows::{Row, Subject, Target};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+const MIB: u64 = 1 << 20;
+
+/// The parts of a disk that are written and read.
+const REGION: u64 = 512 * MIB;
+
+/// What one run measured.
+#[derive(Clone, Copy, Debug)]
+struct Measured {
+    iops: f64,
+    mean_us: f64,
+    p99_us: f64,
+    /// CPU time of the server a request, in microseconds; 0 for native.
+    cpu_us: f64,
+}
+
+/// What all runs share.
+struct Bench {
+    bedplate: PathBuf,
+    load: PathBuf,
+    device: PathBuf,
+    folder: PathBuf,
+    /// Sockets and logs.
+    work: tempfile::TempDir,
+    seconds: f64,
+    rounds: usize,
+    interrupted: Arc<AtomicBool>,
+}
+
+/// Measures everything and prints the table.
+pub fn run(quick: bool) -> Result<()> {
+    setup::run()?;
+    if !host::is_root() {
+        bail!("the benchmark makes zram devices and mounts XFS on one, and that needs root");
+    }
+    let interrupted = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&interrupted))?;
+    }
+    eprintln!("bench: building in the release profile");
+    let bedplate = paths::build_bedplate("release")?;
+    let load = paths::build("release", "bedplate-load", "bedplate-load")?;
+    let device = zram::Zram::new(REGION)?;
+    let mounted = zram::Mounted::new(6 * 1024 * MIB, &paths::target().join("bench-xfs"))?;
+    let (seconds, rounds) = if quick { (0.7, 1) } else { (3.0, 5) };
+    let bench = Bench {
+        bedplate,
+        load,
+        device: device.device()?,
+        folder: mounted.folder().to_path_buf(),
+        work: tempfile::tempdir()?,
+        seconds,
+        rounds,
+        interrupted,
+    };
+    let start = Instant::now();
+    bench.prepare()?;
+    let mut table = Vec::new();
+    for row in rows::all() {
+        table.push(bench.row(&row).with_context(|| format!("while measuring {}", row.name))?);
+    }
+    println!();
+    report::table(
+        &[
+            "load",
+            "unit",
+            "native",
+            "peer",
+            "bedplate",
+            "to native",
+            "to peer",
+            "wanted",
+            "p99 us",
+            "peer p99",
+            "CPU us",
+            "peer CPU",
+        ],
+        &table,
+    );
+    println!(
+        "\nMedians of {rounds} alternating runs of {seconds} s (first passes: 512 MiB once). Peer: qemu-storage-daemon with an iothread and"
+    );
+    println!(
+        "aio=native. Native: io_uring on the bare device or file. CPU: of the server, a request. {:.0} s in all.",
+        start.elapsed().as_secs_f64()
+    );
+    Ok(())
+}
+
+impl Bench {
+    /// Writes the device and the file once: reading space that was never written measures nothing.
+    fn prepare(&self) -> Result<()> {
+        eprintln!("bench: filling the device and the file");
+        let file = std::fs::File::create(self.raw_file())?;
+        file.set_len(REGION)?;
+        for path in [&self.device, &self.raw_file()] {
+            self.load("native", path, &["op=write", "block=65536", "depth=8"], true)?;
+        }
+        Ok(())
+    }
+
+    fn raw_file(&self) -> PathBuf {
+        self.folder.join("disk.raw")
+    }
+
+    /// Measures all subjects of a row in turn, and gives its line of the table.
+    fn row(&self, row: &Row) -> Result<Vec<String>> {
+        let mut found: Vec<(Subject, Vec<Measured>)> =
+            row.subjects.iter().map(|&subject| (subject, Vec::new())).collect();
+        for _ in 0..self.rounds {
+            for (subject, runs) in &mut found {
+                if self.interrupted.load(Ordering::Relaxed) {
+                    bail!("interrupted");
+                }
+                let measured =
+                    self.measure(row, *subject).with_context(|| format!("{subject:?}"))?;
+                eprintln!(
+                    "bench: {}: {subject:?}: {:.0} requests/s, {:.1} us",
+                    row.name, measured.iops, measured.mean_us
+                );
+                runs.push(measured);
+            }
+        }
+        let median = |subject: Subject, value: fn(&Measured) -> f64| {
+            let runs = &found.iter().find(|(one, _)| *one == subject)?.1;
+            let mut values: Vec<f64> = runs.iter().map(value).collect();
+            values.sort_by(f64::total_cmp);
+            values.get(values.len() / 2).copied()
+        };
+        Ok(row.line(&median))
+    }
+
+    fn measure(&self, row: &Row, subject: Subject) -> Result<Measured> {
+        let words = row.words();
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        if subject == Subject::Native {
+            let path = match row.target {
+                Target::XfsFile => self.raw_file(),
+                _ => self.device.clone(),
+            };
+            return self.load("native", &path, &words, row.once);
+        }
+        let image = self.image(row, subject)?;
+        let socket = self.work.path().join("blk");
+        let config = Config {
+            program: match subject {
+                Subject::Bedplate => Program::Bedplate(self.bedplate.clone()),
+                _ => Program::StorageDaemon,
+            },
+            image: image.clone(),
+            format: if matches!(row.target, Target::Qcow2 { .. }) { "qcow2" } else { "raw" }
+                .to_owned(),
+            vhost_user_blk: Some(socket.clone()),
+            nbd: None,
+            queues: row.queues,
+            direct: true,
+            extra: Vec::new(),
+        };
+        let server = Server::start(&config, &self.work.path().join("server.log"))?;
+        if matches!(row.target, Target::Qcow2 { .. }) && !row.once {
+            self.load("vhost", &socket, &["op=write", "block=65536", "depth=8"], true)?;
+        }
+        let before = server.cpu_time()?;
+        let mut measured = self.load("vhost", &socket, &words, row.once)?;
+        let cpu = server.cpu_time()?.saturating_sub(before);
+        let requests = if row.once { REGION as f64 / 4096.0 } else { measured.iops * self.seconds };
+        measured.cpu_us = cpu.as_secs_f64() * 1e6 / requests.max(1.0);
+        server.stop()?;
+        if let Target::Qcow2 { .. } = row.target {
+            let (code, text) = host::qemu_img_check(Path::new(&image))?;
+            if code != 0 {
+                bail!("after the load qemu-img check finds fault with the image ({code}):\n{text}");
+            }
+            std::fs::remove_file(&image)?;
+        }
+        Ok(measured)
+    }
+
+    /// The image for one run; qcow2 images are made anew each time, by the program that will serve them.
+    fn image(&self, row: &Row, subject: Subject) -> Result<String> {
+        let path = match row.target {
+            Target::Null => return Ok(format!("null:{REGION}")),
+            Target::Device => self.device.clone(),
+            Target::XfsFile => self.raw_file(),
+            Target::Qcow2 { cluster } => {
+                let path = self.folder.join("disk.qcow2");
+                let mut create = match subject {
+                    Subject::Bedplate => Command::new(&self.bedplate),
+                    _ => host::tool("qemu-img"),
+                };
+                create
+                    .args(["create", "-f", "qcow2", "-o", &format!("cluster_size={cluster}")])
+                    .arg(&path)
+                    .arg(REGION.to_string());
+                host::run(&mut create)?;
+                path
+            }
+        };
+        Ok(path.display().to_string())
+    }
+
+    /// Runs the load program, which prints what it measured as JSON.
+    fn load(&self, kind: &str, path: &Path, words: &[&str], once: bool) -> Result<Measured> {
+        let mut command = Command::new(&self.load);
+        command.arg(kind).arg(path).args(words).arg(format!("region={REGION}"));
+        if !once {
+            command.arg(format!("seconds={}", self.seconds));
+        }
+        let text = host::run(&mut command)?;
+        let value: serde_json::Value = serde_json::from_str(&text)
+            .with_context(|| format!("the load program said {text:?}"))?;
+        let number = |key: &str| {
+            value[key].as_f64().with_context(|| format!("the load program gave no {key}"))
+        };
+        Ok(Measured {
+            iops: number("iops")?,
+            mean_us: number("mean_us")?,
+            p99_us: number("p99_us")?,
+            cpu_us: 0.0,
+        })
+    }
+}
