@@ -5,8 +5,12 @@
 use anyhow::{Context, Result, bail};
 use bedplate_tests::host;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 const CONTROL: &str = "/sys/class/zram-control";
+
+/// For the kernel to let go of a device or mount after the last process that used it has ended.
+const RELEASE_LIMIT: Duration = Duration::from_secs(20);
 
 /// One device.
 #[derive(Debug)]
@@ -46,10 +50,12 @@ impl Zram {
 
 impl Drop for Zram {
     fn drop(&mut self) {
-        let removed = std::fs::write(format!("/sys/block/zram{}/reset", self.id), "1")
-            .and_then(|()| std::fs::write(format!("{CONTROL}/hot_remove"), self.id.to_string()));
-        if let Err(error) = removed {
-            eprintln!("bench: /dev/zram{} could not be removed: {error}", self.id);
+        let remove = || {
+            std::fs::write(format!("/sys/block/zram{}/reset", self.id), "1")
+                .and_then(|()| std::fs::write(format!("{CONTROL}/hot_remove"), self.id.to_string()))
+        };
+        if let Err(error) = host::wait_for("the device", RELEASE_LIMIT, || Ok(remove().ok())) {
+            eprintln!("bench: /dev/zram{} could not be removed: {error:#}", self.id);
         }
     }
 }
@@ -88,8 +94,13 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        if let Err(error) = host::run(host::tool("umount").arg(&self.folder)) {
-            eprintln!("bench: {error:#}");
+        // A ring's files are let go some time after its process has ended.
+        let unmounted = host::wait_for("unmounting", RELEASE_LIMIT, || match host::output(host::tool("umount").arg(&self.folder))? {
+            out if out.status.success() => Ok(Some(())),
+            _ => Ok(None),
+        });
+        if let Err(error) = unmounted {
+            eprintln!("bench: {} is still mounted: {error:#}", self.folder.display());
         }
     }
 }
