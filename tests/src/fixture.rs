@@ -70,6 +70,34 @@ impl Fixture {
         self
     }
 
+    /// Offers the disk over NBD, instead of vhost-user-blk.
+    pub fn over_nbd(mut self) -> Fixture {
+        self.config.nbd = self.config.vhost_user_blk.take();
+        self
+    }
+
+    /// Adds words to the command line of `bedplate serve`.
+    pub fn option(mut self, words: &[&str]) -> Fixture {
+        self.config.extra.extend(words.iter().map(|word| (*word).to_owned()));
+        self
+    }
+
+    /// Uses the host's page cache.
+    pub fn buffered(mut self) -> Fixture {
+        self.config.direct = false;
+        self
+    }
+
+    /// The socket that is served on.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// The address for NBD clients.
+    pub fn nbd_uri(&self) -> String {
+        format!("nbd+unix:///?socket={}", self.socket.display())
+    }
+
     /// The image.
     pub fn image(&self) -> &Path {
         &self.image

@@ -7,6 +7,7 @@
 //!
 //! `unsafe` is used in [`native`] alone: the yardstick is plain io_uring, written apart from Bedplate's own runtime on purpose.
 
+pub mod front;
 pub mod job;
 pub mod native;
 

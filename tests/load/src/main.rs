@@ -1,13 +1,14 @@
 //! `bedplate-load`: runs one load and prints its outcome as a line of JSON. Used by `cargo xtask bench`.
 
 use anyhow::{Context, Result, bail};
-use bedplate_load::{Job, Op, native};
+use bedplate_load::{Job, Op, front, native};
 use std::collections::HashMap;
 use std::path::Path;
 use std::process::ExitCode;
 
 const USAGE: &str = "\
 bedplate-load native FILE|DEVICE key=value...
+bedplate-load vhost SOCKET key=value...
   op=read|write block=BYTES depth=N queues=N region=BYTES seed=N
   seconds=S   run for a time; without it every block is used exactly once, in random order";
 
@@ -30,6 +31,7 @@ fn run() -> Result<String> {
     let job = parse(rest)?;
     let outcome = match kind.as_str() {
         "native" => native::run(&job, Path::new(path))?,
+        "vhost" => front::run(&job, Path::new(path))?,
         _ => bail!("{USAGE}"),
     };
     Ok(outcome.to_json().to_string())

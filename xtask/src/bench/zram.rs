@@ -95,9 +95,11 @@ impl Mounted {
 impl Drop for Mounted {
     fn drop(&mut self) {
         // A ring's files are let go some time after its process has ended.
-        let unmounted = host::wait_for("unmounting", RELEASE_LIMIT, || match host::output(host::tool("umount").arg(&self.folder))? {
-            out if out.status.success() => Ok(Some(())),
-            _ => Ok(None),
+        let unmounted = host::wait_for("unmounting", RELEASE_LIMIT, || {
+            match host::output(host::tool("umount").arg(&self.folder))? {
+                out if out.status.success() => Ok(Some(())),
+                _ => Ok(None),
+            }
         });
         if let Err(error) = unmounted {
             eprintln!("bench: {} is still mounted: {error:#}", self.folder.display());

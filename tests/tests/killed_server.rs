@@ -1,0 +1,153 @@
+//! The server is killed without warning, again and again, under writers on several queues. Each time the image must hold everything
+//! that was flushed, and no checker may find corruption.
+//!
+//! A block carries its own number and the number of the write, so what is read back tells which write it is.
+
+use anyhow::{Context, Result, ensure};
+use bedplate_tests::fixture::Fixture;
+use bedplate_tests::host;
+use bedplate_vhost_user::frontend::{Client, ClientOptions, Queue};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+const QUEUES: usize = 3;
+const BLOCK: usize = 4096;
+/// Blocks of one queue; they lie apart, so that most first writes need a cluster.
+const BLOCKS: usize = 1200;
+const KILLS: usize = 50;
+
+/// What one queue knows about one of its blocks.
+#[derive(Clone, Copy, Default)]
+struct Known {
+    /// The last write sent.
+    sent: u64,
+    /// The last write that a completed flush covers.
+    flushed: u64,
+}
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        ((u128::from(self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)) * u128::from(limit)) >> 64) as u64
+    }
+}
+
+/// Queues take turns, so that they share clusters and tables; the step is no multiple of a cluster.
+fn place(queue: usize, block: usize) -> u64 {
+    ((block * QUEUES + queue) * 5 * BLOCK) as u64
+}
+
+fn content(place: u64, write: u64) -> Vec<u8> {
+    let words = [place, write].map(u64::to_le_bytes).concat();
+    words.iter().copied().cycle().take(BLOCK).collect()
+}
+
+/// Writes and flushes until the server is gone.
+fn load(
+    queue: &mut Queue,
+    number: usize,
+    known: &mut [Known],
+    random: &mut Random,
+    stop: &AtomicBool,
+) {
+    let mut since_flush: Vec<(usize, u64)> = Vec::new();
+    while !stop.load(Ordering::Relaxed) {
+        if since_flush.len() as u64 > random.below(40) {
+            if queue.flush().is_err() {
+                return;
+            }
+            for (block, write) in since_flush.drain(..) {
+                known[block].flushed = known[block].flushed.max(write);
+            }
+            continue;
+        }
+        let block = random.below(BLOCKS as u64) as usize;
+        known[block].sent += 1;
+        let write = known[block].sent;
+        let at = place(number, block);
+        if queue.write(at, &content(at, write)).is_err() {
+            return;
+        }
+        since_flush.push((block, write));
+    }
+}
+
+fn verify(queue: &mut Queue, number: usize, known: &mut [Known]) -> Result<()> {
+    for (block, known) in known.iter_mut().enumerate() {
+        let at = place(number, block);
+        let read = queue.read(at, u32::try_from(BLOCK)?)?;
+        let write =
+            read.get(8..16).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes);
+        let whole = if write == 0 { vec![0; BLOCK] } else { content(at, write) };
+        ensure!(read == whole, "the block at {at} is a mixture");
+        let Known { sent, flushed } = *known;
+        ensure!(
+            (flushed..=sent).contains(&write),
+            "the block at {at} holds write {write}; {flushed} was flushed, {sent} was the last"
+        );
+        // What is there now is durable: the server that had it in memory only is dead.
+        *known = Known { sent, flushed: write };
+    }
+    Ok(())
+}
+
+fn kill_again_and_again(format: &str) -> Result<()> {
+    let fixture = Fixture::new(format, "128M")?.queues(u16::try_from(QUEUES)?);
+    let options = ClientOptions { queues: QUEUES, ..ClientOptions::default() };
+    let mut known = vec![vec![Known::default(); BLOCKS]; QUEUES];
+    let mut random = Random(0x5eed_0f_be_d91a_7e | 1);
+    for kill in 0..KILLS {
+        let server = fixture.serve()?;
+        let mut client = Client::connect(fixture.socket(), &options)?;
+        let mut queues = client.take_queues();
+        for (number, queue) in queues.iter_mut().enumerate() {
+            verify(queue, number, &mut known[number])
+                .with_context(|| format!("after kill {kill}"))?;
+        }
+        let (stop, pause) = (AtomicBool::new(false), Duration::from_millis(10 + random.below(250)));
+        std::thread::scope(|scope| -> Result<()> {
+            for (number, (queue, known)) in queues.iter_mut().zip(&mut known).enumerate() {
+                let (mut random, stop) = (Random(random.below(u64::MAX) | 1), &stop);
+                scope.spawn(move || load(queue, number, known, &mut random, stop));
+            }
+            // Not to wait for anything, but to kill at a random moment.
+            std::thread::sleep(pause);
+            let killed = server.kill();
+            stop.store(true, Ordering::Relaxed);
+            killed
+        })?;
+        fixture.assert_not_corrupt().with_context(|| format!("after kill {kill}"))?;
+    }
+    // A last server takes the image over, ends well, and leaves it without fault.
+    let server = fixture.serve()?;
+    let mut client = Client::connect(fixture.socket(), &options)?;
+    for (number, queue) in client.take_queues().iter_mut().enumerate() {
+        verify(queue, number, &mut known[number]).context("after the last kill")?;
+    }
+    drop(client);
+    server.stop()?;
+    fixture.assert_not_corrupt()?;
+    ensure!(known.iter().flatten().any(|known| known.flushed > 0), "nothing was ever flushed");
+    Ok(())
+}
+
+#[test]
+fn no_flushed_write_to_qcow2_is_lost_by_fifty_kills() -> Result<()> {
+    if host::which("qemu-img").is_none() {
+        bedplate_tests::skip(
+            "no_flushed_write_to_qcow2_is_lost_by_fifty_kills",
+            "qemu-img is not installed",
+        );
+        return Ok(());
+    }
+    kill_again_and_again("qcow2")
+}
+
+#[test]
+fn no_flushed_write_to_raw_is_lost_by_fifty_kills() -> Result<()> {
+    kill_again_and_again("raw")
+}
