@@ -99,7 +99,7 @@ fn kill_again_and_again(format: &str) -> Result<()> {
     let fixture = Fixture::new(format, "128M")?.queues(u16::try_from(QUEUES)?);
     let options = ClientOptions { queues: QUEUES, ..ClientOptions::default() };
     let mut known = vec![vec![Known::default(); BLOCKS]; QUEUES];
-    let mut random = Random(0x5eed_0f_be_d91a_7e | 1);
+    let mut random = Random(0x5eed_0fbe_d91a_7e01);
     for kill in 0..KILLS {
         let server = fixture.serve()?;
         let mut client = Client::connect(fixture.socket(), &options)?;

@@ -83,10 +83,10 @@ impl<S: Storage> Chain<S> {
             }
             done += n;
         }
-        if pieces.len() == 1 {
-            if let Some((source, part)) = pieces.pop() {
-                return self.fetch(source, part).await;
-            }
+        if pieces.len() == 1
+            && let Some((source, part)) = pieces.pop()
+        {
+            return self.fetch(source, part).await;
         }
         let mut left = pieces.into_iter();
         let mut running = FuturesUnordered::new();
