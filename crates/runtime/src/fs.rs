@@ -71,7 +71,7 @@ pub async fn read_full(file: &Arc<File>, buf: IoVec, at: HostOffset) -> io::Resu
 /// Writes all of `buf`.
 ///
 /// # Errors
-/// As [`write`]; `WriteZero` when the system takes nothing more.
+/// As [`write()`]; `WriteZero` when the system takes nothing more.
 pub async fn write_full(file: &Arc<File>, buf: IoVec, at: HostOffset) -> io::Result<()> {
     let mut done = 0;
     while done < buf.len() {
