@@ -40,7 +40,7 @@ impl Fixture {
         let (image, socket) =
             (images.path().join(format!("disk.{format}")), sockets.path().join("blk"));
         let mut create = match &program {
-            Program::Bedplate(path) => host::tool(&path.display().to_string()),
+            Program::Bedplate(path) => host::program(path),
             Program::StorageDaemon => host::tool("qemu-img"),
         };
         host::run(create.args(["create", "-f", format]).arg(&image).arg(size))?;
@@ -148,9 +148,7 @@ impl Fixture {
             bail!("qemu-img check gave {code}:\n{text}");
         }
         if let Program::Bedplate(path) = &self.config.program {
-            let out = host::output(
-                host::tool(&path.display().to_string()).arg("check").arg(&self.image),
-            )?;
+            let out = host::output(host::program(path).arg("check").arg(&self.image))?;
             if !out.status.code().is_some_and(|code| allowed.contains(&code)) {
                 let text = [out.stdout, out.stderr]
                     .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())

@@ -17,7 +17,12 @@ pub fn which(program: &str) -> Option<PathBuf> {
 
 /// A command for a program, found as [`which`] finds it, with nothing on its standard input.
 pub fn tool(program: &str) -> Command {
-    let mut command = Command::new(which(program).unwrap_or_else(|| PathBuf::from(program)));
+    self::program(&which(program).unwrap_or_else(|| PathBuf::from(program)))
+}
+
+/// The same for a program of which the path is known.
+pub fn program(path: &Path) -> Command {
+    let mut command = Command::new(path);
     command.stdin(Stdio::null());
     command
 }

@@ -13,7 +13,8 @@ pub mod fixture;
 pub mod guest;
 pub mod host;
 pub mod paths;
+pub mod random;
 pub mod server;
 mod skip;
 
-pub use skip::skip;
+pub use skip::{has_or_skip, skip};

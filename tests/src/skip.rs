@@ -2,6 +2,7 @@
 //! standard error and, when `BEDPLATE_SKIP_LOG` names a file (`cargo xtask test` sets it), to that file, which is summed up
 //! at the end of the run.
 
+use crate::host;
 use std::io::Write;
 
 /// Records that `test` does not run here, and why. The caller returns right after.
@@ -13,4 +14,13 @@ pub fn skip(test: &str, why: &str) {
     if let Err(error) = file.and_then(|mut file| file.write_all(line.as_bytes())) {
         eprintln!("the skip log {} can't be written: {error}", path.display());
     }
+}
+
+/// Whether a program is there; when not, the test is recorded as skipped.
+pub fn has_or_skip(test: &str, program: &str) -> bool {
+    let there = host::which(program).is_some();
+    if !there {
+        skip(test, &format!("{program} is not installed"));
+    }
+    there
 }

@@ -3,21 +3,11 @@
 
 use anyhow::{Context, Result, ensure};
 use bedplate_tests::fixture::Fixture;
-use bedplate_tests::{host, skip};
+use bedplate_tests::random::Random;
+use bedplate_tests::{has_or_skip, host};
 use std::path::{Path, PathBuf};
 
 const SIZE: u64 = 24 << 20;
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        ((u128::from(self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)) * u128::from(limit)) >> 64) as u64
-    }
-}
 
 /// Random writes as commands of `qemu-io`, on ranges below `limit`: data and zeroes, of whole and broken clusters.
 fn writes(random: &mut Random, count: usize, limit: u64) -> Vec<String> {
@@ -101,12 +91,11 @@ impl Pair {
 }
 
 fn all_of(test: &str, options: &[String]) -> Result<()> {
-    if host::which("qemu-io").is_none() {
-        skip(test, "qemu-io is not installed");
+    if !has_or_skip(test, "qemu-io") {
         return Ok(());
     }
     for (seed, options) in options.iter().enumerate() {
-        let mut random = Random(seed as u64 * 2 + 0x1234_5679);
+        let mut random = Random::new(seed as u64 + 0x1234_5679);
         let pair = Pair::new(options)?;
         pair.write_by_qemu(&writes(&mut random, 25, SIZE))?;
         pair.check(&mut random).with_context(|| format!("an image with {options}"))?;
@@ -138,8 +127,7 @@ fn version_2_and_lazy_refcounts_are_read_and_written() -> Result<()> {
 
 #[test]
 fn compressed_clusters_are_read_and_overwritten() -> Result<()> {
-    if host::which("qemu-io").is_none() {
-        skip("compressed_clusters_are_read_and_overwritten", "qemu-io is not installed");
+    if !has_or_skip("compressed_clusters_are_read_and_overwritten", "qemu-io") {
         return Ok(());
     }
     for (seed, options) in [
@@ -150,7 +138,7 @@ fn compressed_clusters_are_read_and_overwritten() -> Result<()> {
     .iter()
     .enumerate()
     {
-        let mut random = Random(seed as u64 * 2 + 77);
+        let mut random = Random::new(seed as u64 + 77);
         let pair = Pair::new(options)?;
         qemu_io("raw", path_text(&pair.model)?, &writes(&mut random, 30, SIZE))?;
         let mut convert = host::tool("qemu-img");
@@ -166,13 +154,12 @@ fn compressed_clusters_are_read_and_overwritten() -> Result<()> {
 
 #[test]
 fn backing_images_show_through_longer_and_shorter_ones_too() -> Result<()> {
-    if host::which("qemu-io").is_none() {
-        skip("backing_images_show_through_longer_and_shorter_ones_too", "qemu-io is not installed");
+    if !has_or_skip("backing_images_show_through_longer_and_shorter_ones_too", "qemu-io") {
         return Ok(());
     }
     let cases = [("raw", SIZE), ("qcow2", SIZE / 2 + 512 * 7), ("qcow2", SIZE + (3 << 20))];
     for (seed, (format, length)) in cases.into_iter().enumerate() {
-        let mut random = Random(seed as u64 * 2 + 301);
+        let mut random = Random::new(seed as u64 + 301);
         let pair = Pair::new("cluster_size=65536")?;
         let base = pair.fixture.folder().join("base");
         host::run(
@@ -202,11 +189,10 @@ fn backing_images_show_through_longer_and_shorter_ones_too() -> Result<()> {
 
 #[test]
 fn internal_snapshots_keep_what_they_held() -> Result<()> {
-    if host::which("qemu-io").is_none() {
-        skip("internal_snapshots_keep_what_they_held", "qemu-io is not installed");
+    if !has_or_skip("internal_snapshots_keep_what_they_held", "qemu-io") {
         return Ok(());
     }
-    let mut random = Random(9001);
+    let mut random = Random::new(9001);
     let pair = Pair::new("cluster_size=16384")?;
     let mut kept = Vec::new();
     for name in ["first", "second"] {
@@ -233,11 +219,10 @@ fn internal_snapshots_keep_what_they_held() -> Result<()> {
 
 #[test]
 fn an_image_made_by_bedplate_is_what_qemu_expects() -> Result<()> {
-    if host::which("qemu-io").is_none() {
-        skip("an_image_made_by_bedplate_is_what_qemu_expects", "qemu-io is not installed");
+    if !has_or_skip("an_image_made_by_bedplate_is_what_qemu_expects", "qemu-io") {
         return Ok(());
     }
-    let mut random = Random(4711);
+    let mut random = Random::new(4711);
     let fixture = Fixture::new("qcow2", &SIZE.to_string())?.over_nbd();
     let model = fixture.folder().join("model.raw");
     std::fs::File::create(&model)?.set_len(SIZE)?;

@@ -5,7 +5,8 @@
 
 use anyhow::{Context, Result, ensure};
 use bedplate_tests::fixture::Fixture;
-use bedplate_tests::host;
+use bedplate_tests::has_or_skip;
+use bedplate_tests::random::Random;
 use bedplate_vhost_user::frontend::{Client, ClientOptions, Queue};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -23,17 +24,6 @@ struct Known {
     sent: u64,
     /// The last write that a completed flush covers.
     flushed: u64,
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        ((u128::from(self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)) * u128::from(limit)) >> 64) as u64
-    }
 }
 
 /// Queues take turns, so that they share clusters and tables; the step is no multiple of a cluster.
@@ -99,7 +89,7 @@ fn kill_again_and_again(format: &str) -> Result<()> {
     let fixture = Fixture::new(format, "128M")?.queues(u16::try_from(QUEUES)?);
     let options = ClientOptions { queues: QUEUES, ..ClientOptions::default() };
     let mut known = vec![vec![Known::default(); BLOCKS]; QUEUES];
-    let mut random = Random(0x5eed_0fbe_d91a_7e01);
+    let mut random = Random::new(0x5eed);
     for kill in 0..KILLS {
         let server = fixture.serve()?;
         let mut client = Client::connect(fixture.socket(), &options)?;
@@ -111,7 +101,7 @@ fn kill_again_and_again(format: &str) -> Result<()> {
         let (stop, pause) = (AtomicBool::new(false), Duration::from_millis(10 + random.below(250)));
         std::thread::scope(|scope| -> Result<()> {
             for (number, (queue, known)) in queues.iter_mut().zip(&mut known).enumerate() {
-                let (mut random, stop) = (Random(random.below(u64::MAX) | 1), &stop);
+                let (mut random, stop) = (Random::new(random.bits()), &stop);
                 scope.spawn(move || load(queue, number, known, &mut random, stop));
             }
             // Not to wait for anything, but to kill at a random moment.
@@ -137,11 +127,7 @@ fn kill_again_and_again(format: &str) -> Result<()> {
 
 #[test]
 fn no_flushed_write_to_qcow2_is_lost_by_fifty_kills() -> Result<()> {
-    if host::which("qemu-img").is_none() {
-        bedplate_tests::skip(
-            "no_flushed_write_to_qcow2_is_lost_by_fifty_kills",
-            "qemu-img is not installed",
-        );
+    if !has_or_skip("no_flushed_write_to_qcow2_is_lost_by_fifty_kills", "qemu-img") {
         return Ok(());
     }
     kill_again_and_again("qcow2")

@@ -1,5 +1,6 @@
 //! What a load does, the blocks it picks, and what came out.
 
+use bedplate_tests::random::Random;
 use hdrhistogram::Histogram;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -41,8 +42,7 @@ impl Job {
     /// The offsets that queue number `queue` asks for.
     pub fn offsets(&self, queue: usize) -> Offsets {
         let blocks = self.blocks_per_queue();
-        let seed = self.seed.wrapping_add(queue as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-        let mut random = Random(seed);
+        let mut random = Random::new(self.seed.wrapping_mul(64).wrapping_add(queue as u64));
         let order = self.seconds.is_none().then(|| {
             let mut order: Vec<u32> = (0..u32::try_from(blocks).unwrap_or(u32::MAX)).collect();
             for last in (1..order.len()).rev() {
@@ -74,33 +74,6 @@ impl Iterator for Offsets {
             None => self.random.below(self.blocks),
         };
         Some((self.first + block) * self.block)
-    }
-}
-
-/// A small generator (xorshift64*), the same everywhere.
-#[derive(Clone, Debug)]
-pub struct Random(pub u64);
-
-impl Random {
-    /// The next 64 bits.
-    pub fn bits(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    /// A number below `limit` (0 for a limit of 0).
-    pub fn below(&mut self, limit: u64) -> u64 {
-        ((u128::from(self.bits()) * u128::from(limit)) >> 64) as u64
-    }
-
-    /// Fills a buffer.
-    pub fn fill(&mut self, buffer: &mut [u8]) {
-        for piece in buffer.chunks_mut(8) {
-            let bits = self.bits().to_le_bytes();
-            piece.copy_from_slice(&bits[..piece.len()]);
-        }
     }
 }
 

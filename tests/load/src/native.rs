@@ -1,14 +1,18 @@
 //! The yardstick: io_uring on the bare file or device, one ring and one thread a queue, as fast as it can simply be driven
 //! (`DEFER_TASKRUN`, a registered file, `O_DIRECT`).
 
-use crate::job::{Job, Op, Outcome, Random};
+use crate::job::{Job, Op, Outcome};
 use anyhow::{Context, Result, anyhow, bail};
+use bedplate_tests::random::Random;
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
+
+/// Above depth 1 the latency of each so many-th request is measured.
+const SAMPLE: u64 = 16;
 
 /// Runs a job on a file or device.
 pub fn run(job: &Job, path: &Path) -> Result<Outcome> {
@@ -47,7 +51,7 @@ impl Buffers {
     fn new(job: &Job) -> Buffers {
         const ALIGN: usize = 4096;
         let memory = vec![0; job.block * job.depth + ALIGN].leak();
-        Random(job.seed | 1).fill(memory);
+        Random::new(job.seed).fill(memory);
         let start = memory.as_ptr().align_offset(ALIGN);
         Buffers { memory, start, block: job.block }
     }
@@ -65,9 +69,9 @@ fn run_queue(job: &Job, queue: usize, file: &File) -> Result<Outcome> {
     let mut ring = builder.build(entries).context("io_uring can't be set up")?;
     ring.submitter().register_files(&[file.as_raw_fd()]).context("the file can't be registered")?;
     let mut offsets = job.offsets(queue);
-    let (mut started, mut free) =
-        (vec![Instant::now(); job.depth], (0..job.depth).collect::<Vec<_>>());
+    let (mut started, mut free) = (vec![None; job.depth], (0..job.depth).collect::<Vec<_>>());
     let (mut latency, mut requests, mut in_flight) = (Outcome::histogram()?, 0_u64, 0_usize);
+    let mut sent = 0_u64;
     let start = Instant::now();
     let limit = job.seconds.map(Duration::from_secs_f64);
     let mut more = true;
@@ -82,9 +86,8 @@ fn run_queue(job: &Job, queue: usize, file: &File) -> Result<Outcome> {
                 Op::Read => opcode::Read::new(types::Fixed(0), memory, length).offset(at).build(),
                 Op::Write => opcode::Write::new(types::Fixed(0), memory, length).offset(at).build(),
             };
-            if job.depth == 1 || requests.is_multiple_of(16) {
-                started[slot] = Instant::now();
-            }
+            sent += 1;
+            started[slot] = (job.depth == 1 || sent.is_multiple_of(SAMPLE)).then(Instant::now);
             // SAFETY: the memory is this slot's alone and never freed, and the slot is not used again before its completion.
             unsafe { ring.submission().push(&entry.user_data(slot as u64)) }
                 .context("the ring is full")?;
@@ -94,15 +97,13 @@ fn run_queue(job: &Job, queue: usize, file: &File) -> Result<Outcome> {
             break;
         }
         ring.submit_and_wait(1).context("io_uring_enter failed")?;
-        let sample = job.depth == 1 || requests.is_multiple_of(16);
         for entry in ring.completion() {
             let slot = entry.user_data() as usize;
             if entry.result() != job.block as i32 {
                 bail!("a request gave {} instead of {}", entry.result(), job.block);
             }
-            if sample {
-                let spent = started.get(slot).map_or(0, |at| at.elapsed().as_nanos() as u64);
-                latency.saturating_record(spent);
+            if let Some(begin) = started.get_mut(slot).and_then(Option::take) {
+                latency.saturating_record(begin.elapsed().as_nanos() as u64);
             }
             free.push(slot);
             in_flight -= 1;
