@@ -14,10 +14,13 @@ use crate::format::{
 use crate::open::{read_bytes, read_snapshots};
 use bedplate_storage::Storage;
 use bedplate_types::{ByteLen, Error, ErrorKind, HostOffset, Result};
+use futures_util::future::join_all;
 use std::collections::BTreeMap;
 
 /// Tables are read in pieces of this many bytes.
 const READ_BYTES: u64 = 1 << 20;
+/// Bytes of L2 tables read at once.
+const L2_READ_BYTES: u64 = 4 << 20;
 /// Bytes of L1 tables of snapshots that are read at most, all together.
 const MAX_SNAPSHOT_L1_BYTES: u64 = 4 << 30;
 /// What a known L2 table costs in memory, about.
@@ -306,24 +309,37 @@ impl<'a, S: Storage> Walker<'a, S> {
 
     async fn count_l2_tables(&mut self) -> Result<()> {
         let cluster = self.geometry.cluster_size();
-        for (at, mut named) in std::mem::take(&mut self.l2_tables) {
-            let own = match self.stale {
-                true => None,
-                false => self.stored.get(self.storage, at >> self.geometry.cluster_bits()).await?,
-            };
-            named.judged = if own.is_some() { named.active } else { 0 };
-            let times = named.active.saturating_add(named.snapshots);
-            self.reference(at, cluster, Use::L2, times)?;
-            // Contiguity is judged inside each table.
-            let mut expected = None;
-            for raw in self.read_table(HostOffset::new(at), cluster).await? {
-                if raw & COMPRESSED != 0 {
-                    self.count_compressed(raw, named)?;
-                } else if raw & (OFFSET_MASK | ZERO) != 0 {
-                    self.count_standard(raw, named, &mut expected).await?;
-                } else if self.codec.l2(raw) == Err(EntryError::Reserved) {
-                    self.reserved(raw, times);
-                }
+        let tables: Vec<_> = std::mem::take(&mut self.l2_tables).into_iter().collect();
+        // Several tables are read at once, because one after the other waits for the device most of the time.
+        let at_once = (L2_READ_BYTES / cluster).clamp(1, 64) as usize;
+        for group in tables.chunks(at_once) {
+            let reads = group.iter().map(|(at, _)| self.read_table(HostOffset::new(*at), cluster));
+            let contents = join_all(reads).await;
+            for ((at, named), content) in group.iter().zip(contents) {
+                self.count_l2(*at, *named, &content?).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn count_l2(&mut self, at: u64, mut named: L2Named, content: &[u64]) -> Result<()> {
+        let cluster = self.geometry.cluster_size();
+        let own = match self.stale {
+            true => None,
+            false => self.stored.get(self.storage, at >> self.geometry.cluster_bits()).await?,
+        };
+        named.judged = if own.is_some() { named.active } else { 0 };
+        let times = named.active.saturating_add(named.snapshots);
+        self.reference(at, cluster, Use::L2, times)?;
+        // Contiguity is judged inside each table.
+        let mut expected = None;
+        for &raw in content {
+            if raw & COMPRESSED != 0 {
+                self.count_compressed(raw, named)?;
+            } else if raw & (OFFSET_MASK | ZERO) != 0 {
+                self.count_standard(raw, named, &mut expected).await?;
+            } else if self.codec.l2(raw) == Err(EntryError::Reserved) {
+                self.reserved(raw, times);
             }
         }
         Ok(())
