@@ -33,7 +33,7 @@ pub(crate) struct Job {
     pub(crate) parts: Vec<Part>,
     /// Where the cluster will be.
     pub(crate) host: HostOffset,
-    /// That space reads as zeroes.
+    /// That space reads as zeroes, and may stay unwritten.
     pub(crate) zeroed: bool,
     pub(crate) failed: Option<Error>,
 }

@@ -18,6 +18,10 @@ use std::collections::BTreeMap;
 const JOIN_SEGMENTS: usize = 512;
 const JOIN_BYTES: usize = 4 << 20;
 
+/// A new cluster of up to this many bytes is written whole, zeroes around the data. That costs bandwidth once, and saves
+/// the file system from converting space piece by piece at every first write (`docs/architecture.md`, "Space").
+const WRITTEN_WHOLE: u64 = 64 << 10;
+
 /// Results of a batch, one a write; the first failure of a write stays.
 struct Outcome(Vec<Result<()>>);
 
@@ -183,7 +187,7 @@ impl<S: Storage> Qcow2<S> {
             }
             if let Some(r) = run.as_mut() {
                 job.host = self.space.offset_of(r.first);
-                job.zeroed = r.zeroed;
+                job.zeroed = r.zeroed && self.tables.cluster() > WRITTEN_WHOLE;
                 r.first += 1;
                 r.clusters -= 1;
             }
