@@ -1,2 +1,74 @@
-//! The command.
-fn main() {}
+//! The command: parses, calls the libraries, prints. One file a subcommand.
+//!
+//! Exit codes: 0 done, 1 failed, 2 wrong usage; `check` keeps those of qemu-img.
+#![forbid(unsafe_code)]
+
+mod attach;
+mod check;
+mod cli;
+mod create;
+mod failure;
+mod info;
+mod map;
+mod output;
+mod serve;
+
+use clap::Parser;
+use cli::{Cli, Verb};
+use failure::Failure;
+use std::process::ExitCode;
+use tracing_subscriber::EnvFilter;
+
+/// Exit code for wrong usage.
+const USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => return told_by_parser(&e),
+    };
+    start_logging(&cli);
+    let done = match cli.verb {
+        Verb::Create(args) => create::run(args),
+        Verb::Info(args) => info::run(&args),
+        Verb::Check(args) => check::run(&args),
+        Verb::Map(args) => map::run(&args),
+        Verb::Serve(args) => serve::run(&args),
+    };
+    match done {
+        Ok(code) => code,
+        // Who closed the pipe wants no more, and no words about it.
+        Err(Failure::BrokenPipe) => ExitCode::SUCCESS,
+        Err(Failure::Code(code, e)) => {
+            eprintln!("bedplate: {e:#}");
+            ExitCode::from(code)
+        }
+    }
+}
+
+/// Help, version, or a mistake in the words of the command line.
+fn told_by_parser(e: &clap::Error) -> ExitCode {
+    // Nobody is there to be told that this can't be printed.
+    let _ = e.print();
+    if !e.use_stderr() {
+        return ExitCode::SUCCESS;
+    }
+    // For qemu-img's check, and so for this one, 2 means that the image is corrupt.
+    let check = std::env::args_os().nth(1).is_some_and(|verb| verb == "check");
+    ExitCode::from(if check { 1 } else { USAGE })
+}
+
+fn start_logging(cli: &Cli) {
+    use std::io::IsTerminal;
+    let usual = if matches!(cli.verb, Verb::Serve(_)) { "info" } else { "warn" };
+    let filter = match cli.log_level {
+        Some(level) => EnvFilter::new(level.name()),
+        None => EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(usual)),
+    };
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_target(false)
+        .init();
+}

@@ -11,10 +11,12 @@
 mod chain;
 mod disk;
 mod layer;
+mod map;
 mod plan;
 mod status;
 
 pub use disk::{Disk, DiskLimits};
 pub use layer::Layer;
+pub use map::MapRun;
 pub use plan::{Plan, PlanPin};
 pub use status::BlockStatus;

@@ -1,1 +1,27 @@
-//! bedplate-image
+//! Whole-image work: opening a disk with its backing chain, creating, describing, checking and mapping images.
+//!
+//! Callers: the command and the daemon. Everything here runs on a thread that has a runtime.
+//!
+//! Invariants: no file is opened but the one that was named, unless the operator allowed its backing files; a
+//! format is stated or told by the file's extension, never guessed from content; what is refused is not changed.
+#![forbid(unsafe_code)]
+
+mod chain;
+mod check;
+mod create;
+mod describe;
+mod info;
+mod map;
+mod name;
+mod text;
+
+pub use chain::{ChainOptions, OpenLayer, OpenedDisk, open_chain, open_null};
+pub use check::{CheckOptions, CheckReport, Finding, Severity, check};
+pub use create::{Backing, CreateOptions, Created, Preallocation, create};
+pub use describe::describe;
+pub use info::{
+    FormatSpecific, ImageInfo, InfoOptions, Qcow2Info, SnapshotInfo, backing_chain, info,
+};
+pub use map::{MapEntry, map};
+pub use name::format_of;
+pub use text::human_size;

@@ -1,0 +1,239 @@
+//! `bedplate serve`.
+
+use crate::attach::{Attach, ways};
+use crate::failure::Failure;
+use crate::output::OutputArgs;
+use crate::{cli, output};
+use bedplate_image::{ChainOptions, human_size};
+use bedplate_server::{Daemon, ExportKind, ExportStats, NbdAddr, NbdOptions, Signals, Stopped};
+use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, Format, ResultExt, limits, parse_size};
+use clap::{ArgGroup, Args};
+use serde_json::{Map, Value, json};
+use std::fmt::Write;
+use std::path::Path;
+use std::process::ExitCode;
+
+/// Serve a disk to virtual machines and other programs
+///
+/// The image is locked against other writers, and served until SIGTERM or SIGINT comes; then requests under way are
+/// finished, everything is made durable, and the image is closed cleanly. A second signal ends the process at once.
+/// Clients may come and go.
+///
+/// Prints how to attach to each export, then 'ready'; at the end what was asked of each export.
+#[derive(Args, Debug)]
+#[command(
+    after_long_help = after_help(),
+    group(ArgGroup::new("exports").required(true).multiple(true).args(["nbd"]))
+)]
+pub struct ServeArgs {
+    /// The image, or null:SIZE for a disk that keeps nothing, for measuring
+    #[arg(value_name = "FILE")]
+    file: String,
+    /// The image's format: raw or qcow2 [default: told by the extension]
+    #[arg(short, long = "format", value_name = "FMT")]
+    format: Option<Format>,
+    /// Serve over NBD at unix:PATH (or a path with a slash in it) or HOST:PORT
+    #[arg(long, value_name = "ADDR")]
+    nbd: Vec<NbdAddr>,
+    /// Name of the NBD export
+    #[arg(long, value_name = "NAME", default_value = "", requires = "nbd")]
+    export_name: String,
+    /// Refuse all changes
+    #[arg(short, long)]
+    read_only: bool,
+    /// How the host's page cache is used, see below
+    #[arg(long, value_name = "MODE", default_value = "none")]
+    cache: CacheMode,
+    /// Open the backing files that the image names
+    #[arg(long)]
+    allow_backing: bool,
+    /// The format of backing files whose overlay does not state it
+    #[arg(short = 'F', long, value_name = "FMT")]
+    backing_format: Option<Format>,
+    /// Serve although another program is writing to the image; needs --read-only
+    #[arg(short = 'U', long, requires = "read_only")]
+    force_share: bool,
+    /// Memory for qcow2 L2 tables
+    #[arg(long, value_name = "SIZE", value_parser = cli::size)]
+    l2_cache_size: Option<ByteLen>,
+    #[command(flatten)]
+    output: OutputArgs,
+}
+
+fn after_help() -> String {
+    format!(
+        "\
+Cache modes (--cache):
+  none          direct I/O; durable when the guest flushes [default]
+  writeback     page cache; durable when the guest flushes
+  writethrough  page cache; every write is durable before it completes
+  directsync    direct I/O; every write is durable before it completes
+  unsafe        page cache; flushes are ignored: a crash of the host loses the image
+
+Limits:
+  layers of a backing chain         {chain}
+  NBD: connections                  {clients}
+  NBD: bytes of one read or write   {request} MiB
+  NBD: bytes of an export's name    {string}
+  memory for L2 tables              {l2} MiB by default, which maps 1 TiB in clusters of 64 KiB
+
+Examples:
+  bedplate serve --nbd unix:/run/disk.nbd disk.qcow2
+  bedplate serve --nbd 127.0.0.1:10809 --read-only --allow-backing clone.qcow2
+  bedplate serve --nbd unix:/run/null.nbd null:100G",
+        chain = limits::MAX_CHAIN_DEPTH,
+        clients = limits::MAX_NBD_CLIENTS,
+        request = limits::MAX_NBD_REQUEST >> 20,
+        string = limits::MAX_NBD_STRING,
+        l2 = limits::DEFAULT_L2_CACHE_BYTES >> 20,
+    )
+}
+
+pub fn run(args: &ServeArgs) -> Result<ExitCode, Failure> {
+    let signals = Signals::catch()?;
+    let mut daemon = open(args)?;
+    if let Err(e) = export(&mut daemon, args) {
+        // The image may have been changed by opening it, so it is closed as after serving.
+        if let Err(also) = daemon.stop() {
+            tracing::error!("{also:#}");
+        }
+        return Err(e.into());
+    }
+    quietly(announce(&daemon, args))?;
+    let stopped = daemon.run(&signals)?;
+    quietly(summarise(&stopped, args))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A daemon goes on when nobody reads what it prints.
+fn quietly(printed: Result<(), Failure>) -> Result<(), Failure> {
+    match printed {
+        Err(Failure::BrokenPipe) => Ok(()),
+        other => other,
+    }
+}
+
+fn open(args: &ServeArgs) -> bedplate_types::Result<Daemon> {
+    if let Some(size) = args.file.strip_prefix("null:") {
+        let size = parse_size(size).context(|| format!("'{}' can't be served", args.file))?;
+        if args.format.is_some() || args.allow_backing {
+            let text =
+                "a null disk has no format and no backing file; leave -f and --allow-backing out";
+            return Err(Error::new(ErrorKind::InvalidInput, text));
+        }
+        return Daemon::null(size, args.read_only, args.cache);
+    }
+    let options = ChainOptions {
+        format: args.format,
+        read_only: args.read_only,
+        cache: args.cache,
+        allow_backing: args.allow_backing,
+        backing_format: args.backing_format,
+        force_share: args.force_share,
+        l2_cache: args.l2_cache_size,
+    };
+    Daemon::open(Path::new(&args.file), &options)
+}
+
+fn export(daemon: &mut Daemon, args: &ServeArgs) -> bedplate_types::Result<()> {
+    for addr in &args.nbd {
+        daemon.export_nbd(addr, &args.export_name, NbdOptions::default())?;
+    }
+    Ok(())
+}
+
+/// Protocol and place of an export.
+fn place(export: &ExportKind) -> (&'static str, String) {
+    match export {
+        ExportKind::Nbd { addr, name } => ("nbd", addr.uri(name)),
+    }
+}
+
+/// Prints how to attach, then that it is ready.
+fn announce(daemon: &Daemon, args: &ServeArgs) -> Result<(), Failure> {
+    let opened = daemon.opened();
+    let (disk, layers) = (&opened.disk, &opened.layers);
+    let (size, access) =
+        (disk.size().get(), if disk.read_only() { "read-only" } else { "read-write" });
+    if args.output.is_json() {
+        let exports: Vec<Value> =
+            daemon.exports().enumerate().map(|(n, e)| export_json(n, e)).collect();
+        let layers: Vec<Value> = layers
+            .iter()
+            .map(|l| json!({"filename": l.path.display().to_string(), "format": l.format.to_string()}))
+            .collect();
+        return output::json_line(&json!({
+            "event": "ready", "filename": args.file, "layers": layers, "virtual-size": size,
+            "read-only": disk.read_only(), "cache": args.cache.to_string(), "exports": exports,
+        }));
+    }
+    let mut out = String::new();
+    let format = layers.first().map_or("null".to_owned(), |l| l.format.to_string());
+    let _ = writeln!(
+        out,
+        "disk {}: {format}, {} ({size} bytes), {access}, cache {}",
+        disk.name(),
+        human_size(size),
+        args.cache
+    );
+    for layer in layers.iter().skip(1) {
+        let _ = writeln!(out, "  over {} ({})", layer.path.display(), layer.format);
+    }
+    for (n, export) in daemon.exports().enumerate() {
+        let (protocol, place) = place(export);
+        let _ = writeln!(out, "\n{protocol} at {place}");
+        for Attach { title, lines, .. } in ways(n, export) {
+            let _ = writeln!(out, "  {title}:");
+            for line in lines {
+                let _ = writeln!(out, "    {line}");
+            }
+        }
+    }
+    out.push_str("\nready\n");
+    output::text(&out)
+}
+
+fn export_json(n: usize, export: &ExportKind) -> Value {
+    let (protocol, place) = place(export);
+    let attach: Map<String, Value> = ways(n, export)
+        .into_iter()
+        .map(|a| (a.key.to_owned(), a.lines.join("\n").into()))
+        .collect();
+    json!({"protocol": protocol, "address": place, "attach": attach})
+}
+
+/// Prints what was asked of each export.
+fn summarise(stopped: &Stopped, args: &ServeArgs) -> Result<(), Failure> {
+    if args.output.is_json() {
+        let exports: Vec<Value> = stopped.exports.iter().map(|(e, s)| stats_json(e, s)).collect();
+        return output::json_line(&json!({"event": "stopped", "exports": exports}));
+    }
+    let mut out = String::from("\nstopped\n");
+    for (export, s) in &stopped.exports {
+        let (protocol, place) = place(export);
+        let _ = writeln!(
+            out,
+            "{protocol} at {place}: {} requests: {} reads ({}), {} writes ({}), {} flushes, {} discards and zeroings, \
+             {} others; {} failed",
+            s.requests(),
+            s.reads,
+            human_size(s.read_bytes),
+            s.writes,
+            human_size(s.write_bytes),
+            s.flushes,
+            s.discards,
+            s.other,
+            s.errors
+        );
+    }
+    output::text(&out)
+}
+
+fn stats_json(export: &ExportKind, s: &ExportStats) -> Value {
+    let (protocol, place) = place(export);
+    json!({
+        "protocol": protocol, "address": place, "requests": s.requests(), "reads": s.reads,
+        "read-bytes": s.read_bytes, "writes": s.writes, "write-bytes": s.write_bytes, "flushes": s.flushes,
+        "discards": s.discards, "other": s.other, "errors": s.errors,
+    })
+}

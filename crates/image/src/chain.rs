@@ -1,0 +1,258 @@
+//! Opening a disk: an image and, when the operator allows it, the images under it.
+//!
+//! Callers: the daemon and `map`. The top image is opened for writing unless asked otherwise; backing images are
+//! opened read-only and locked against writers. Nothing is opened before it is allowed, and no image twice.
+
+use crate::name::{format_of, resolve_backing};
+use bedplate_disk::{Disk, Layer};
+use bedplate_qcow2::format::{Header, check_supported, printable};
+use bedplate_qcow2::{OpenOptions as Qcow2Options, Qcow2, read_header};
+use bedplate_storage::{FileStorage, LockMode, OpenOptions, Storage};
+use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, Format, Result, ResultExt, limits};
+use std::collections::HashSet;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// How a disk is opened.
+#[derive(Clone, Debug, Default)]
+pub struct ChainOptions {
+    /// The format of the image; `None`: the one that its extension tells.
+    pub format: Option<Format>,
+    /// Refuse all changes.
+    pub read_only: bool,
+    /// How the host's page cache is used.
+    pub cache: CacheMode,
+    /// Backing files may be opened.
+    pub allow_backing: bool,
+    /// The format of backing files whose overlay does not state it.
+    pub backing_format: Option<Format>,
+    /// Read although another program may be writing. Only with `read_only`.
+    pub force_share: bool,
+    /// Memory for L2 tables of the top image; `None`: the default.
+    pub l2_cache: Option<ByteLen>,
+}
+
+/// One image of an open chain.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpenLayer {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Its format.
+    pub format: Format,
+}
+
+/// An open disk and the images it is made of, top first.
+pub struct OpenedDisk {
+    /// The disk.
+    pub disk: Arc<Disk<FileStorage>>,
+    /// Its images.
+    pub layers: Vec<OpenLayer>,
+}
+
+/// What makes a file the same file under another name.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Identity {
+    File { device: u64, inode: u64 },
+    Device(u64),
+}
+
+pub(crate) fn cannot_find(path: &Path, e: std::io::Error) -> Error {
+    Error::io(format!("cannot open '{}'", path.display()), e)
+}
+
+fn identity(path: &Path) -> Result<Identity> {
+    let m = std::fs::metadata(path).map_err(|e| cannot_find(path, e))?;
+    Ok(if m.file_type().is_block_device() {
+        Identity::Device(m.rdev())
+    } else {
+        Identity::File { device: m.dev(), inode: m.ino() }
+    })
+}
+
+/// Notes the images of a chain; refuses loops and chains without end.
+#[derive(Default)]
+pub(crate) struct Seen(HashSet<Identity>);
+
+impl Seen {
+    /// Notes the image at `path`.
+    pub(crate) fn add(&mut self, path: &Path) -> Result<()> {
+        if self.0.len() >= limits::MAX_CHAIN_DEPTH {
+            return Err(Error::new(
+                ErrorKind::Limit,
+                format!(
+                    "the backing chain is longer than {} images at '{}'; shorten it with 'qemu-img commit' or \
+                     'qemu-img rebase'",
+                    limits::MAX_CHAIN_DEPTH,
+                    path.display()
+                ),
+            ));
+        }
+        if !self.0.insert(identity(path)?) {
+            return Err(Error::new(
+                ErrorKind::BadImage,
+                format!(
+                    "the backing chain is a loop: '{}' is in it twice; one of the images names a wrong backing file",
+                    path.display()
+                ),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The backing file that a header names: its path, and its format where the header states it.
+///
+/// # Errors
+/// When the name or the format can't be one.
+pub(crate) fn backing_of(
+    path: &Path,
+    header: &Header,
+) -> Result<Option<(PathBuf, Option<Format>)>> {
+    let Some(backing) = &header.backing_file else { return Ok(None) };
+    let below = resolve_backing(path, &backing.name)?;
+    let format = match header.backing_format() {
+        None => None,
+        Some(name) => Some(printable(name).parse::<Format>().map_err(|e| {
+            e.with_kind(ErrorKind::Unsupported).context(format!(
+                "the backing file '{}' of '{}' can't be used",
+                below.display(),
+                path.display()
+            ))
+        })?),
+    };
+    Ok(Some((below, format)))
+}
+
+/// Opens the disk whose top image is `path`.
+///
+/// # Errors
+/// `InvalidInput` when a format is not stated, `Denied` when the image has a backing file and the operator did not
+/// allow it, `Locked` with the holder's name, or what opening an image gives. Nothing was changed then.
+pub async fn open_chain(path: &Path, options: &ChainOptions) -> Result<OpenedDisk> {
+    let format = format_of(path, options.format)?;
+    let mut seen = Seen::default();
+    seen.add(path)?;
+    let storage = open_storage(path, options, true)?;
+    // The images below are opened first: opening the top for writing may change it, and what is refused must not
+    // be changed.
+    let mut below = Vec::new();
+    let mut layers = vec![OpenLayer { path: path.to_path_buf(), format }];
+    if format == Format::Qcow2 {
+        let header = read_header(&storage).await?;
+        let writable = !options.read_only;
+        check_supported(&header, writable)
+            .context(|| format!("'{}' can't be opened", path.display()))?;
+        let mut next = allowed_backing(path, &header, options)?;
+        while let Some(layer) = next.take() {
+            seen.add(&layer.path).context(|| backing_context(&layers))?;
+            let (opened, header) =
+                open_below(&layer, options).await.context(|| backing_context(&layers))?;
+            if let Some(header) = header {
+                next = allowed_backing(&layer.path, &header, options)?;
+            }
+            below.push(opened);
+            layers.push(layer);
+        }
+    }
+    let top = match format {
+        Format::Raw => {
+            warn_about_content(&storage, path).await;
+            Layer::Raw(Arc::new(storage))
+        }
+        Format::Qcow2 => {
+            let mut how = Qcow2Options { read_only: options.read_only, ..Qcow2Options::default() };
+            if let Some(bytes) = options.l2_cache {
+                how.l2_cache = bytes;
+            }
+            Layer::Qcow2(Arc::new(Qcow2::open(storage, &how).await?))
+        }
+    };
+    let all = std::iter::once(top).chain(below).collect();
+    let name = path.display().to_string();
+    let disk = Disk::new(name, all, options.read_only, options.cache)?;
+    Ok(OpenedDisk { disk: Arc::new(disk), layers })
+}
+
+/// A disk of `size` bytes that costs nothing and keeps nothing, for measuring.
+///
+/// # Errors
+/// Never in practice.
+pub fn open_null(size: ByteLen, read_only: bool, cache: CacheMode) -> Result<OpenedDisk> {
+    let name = format!("null:{}", size.get());
+    let disk = Disk::new(name, vec![Layer::Null(size)], read_only, cache)?;
+    Ok(OpenedDisk { disk: Arc::new(disk), layers: Vec::new() })
+}
+
+fn backing_context(layers: &[OpenLayer]) -> String {
+    let of = layers.last().map(|l| l.path.display().to_string()).unwrap_or_default();
+    format!("cannot use the backing file of '{of}'")
+}
+
+fn open_storage(path: &Path, options: &ChainOptions, top: bool) -> Result<FileStorage> {
+    let lock = if options.force_share { LockMode::ForceShare } else { LockMode::Auto };
+    let how = OpenOptions::new(path)
+        .read_only(options.read_only || !top)
+        .cache(options.cache)
+        .lock(if top || options.read_only { lock } else { LockMode::Auto });
+    FileStorage::open(&how)
+}
+
+/// The image under `path`, when the header names one and the operator allows it.
+fn allowed_backing(
+    path: &Path,
+    header: &Header,
+    options: &ChainOptions,
+) -> Result<Option<OpenLayer>> {
+    let Some(backing) = &header.backing_file else { return Ok(None) };
+    let (image, shown) = (path.display(), printable(&backing.name));
+    if !options.allow_backing {
+        return Err(Error::new(
+            ErrorKind::Denied,
+            format!(
+                "'{image}' has the backing file '{shown}', and reading it was not allowed; if you trust the image, \
+                 allow it with --allow-backing"
+            ),
+        ));
+    }
+    let Some((below, format)) = backing_of(path, header)? else { return Ok(None) };
+    let Some(format) = format.or(options.backing_format) else {
+        return Err(Error::new(
+            ErrorKind::InvalidInput,
+            format!(
+                "'{image}' does not state the format of its backing file '{shown}'; state it with \
+                 --backing-format raw or --backing-format qcow2"
+            ),
+        ));
+    };
+    Ok(Some(OpenLayer { path: below, format }))
+}
+
+async fn open_below(
+    layer: &OpenLayer,
+    options: &ChainOptions,
+) -> Result<(Layer<FileStorage>, Option<Header>)> {
+    let storage = open_storage(&layer.path, options, false)?;
+    if layer.format == Format::Raw {
+        return Ok((Layer::Raw(Arc::new(storage)), None));
+    }
+    let how = Qcow2Options { read_only: true, ..Qcow2Options::default() };
+    let image = Qcow2::open(storage, &how).await?;
+    let header = image.header();
+    Ok((Layer::Qcow2(Arc::new(image)), Some(header)))
+}
+
+/// A raw image that starts like a qcow2 image is most often one that was given the wrong format. A guest can also
+/// have written it, so it stays raw.
+async fn warn_about_content(storage: &FileStorage, path: &Path) {
+    if looks_like_qcow2(storage).await {
+        tracing::warn!(
+            "'{}' is used as raw, but its content looks like a qcow2 image; if it is one, state -f qcow2",
+            path.display()
+        );
+    }
+}
+
+pub(crate) async fn looks_like_qcow2<S: Storage>(storage: &S) -> bool {
+    storage.len().get() >= 512 && read_header(storage).await.is_ok()
+}

@@ -1,0 +1,387 @@
+//! Making new images.
+//!
+//! Caller: the command. Everything is checked before the file is touched; a file that was not there before is
+//! removed again when something fails, and one that another program uses is not touched.
+
+use crate::chain::cannot_find;
+use crate::name::resolve_backing;
+use bedplate_qcow2::format::{CompressionType, NewImage};
+use bedplate_qcow2::read_header;
+use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
+use bedplate_storage::{FileStorage, OpenOptions, Storage, ZeroMode};
+use bedplate_types::parse_size;
+use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, Format, HostOffset, Result, ResultExt};
+use std::fmt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+/// Bytes written at once when a file is filled.
+const FILL_BYTES: usize = 1 << 20;
+
+/// How much of a new image's space is taken at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Preallocation {
+    /// None: the file is all hole.
+    #[default]
+    Off,
+    /// Metadata only (qcow2).
+    Metadata,
+    /// Space is allocated but not written.
+    Falloc,
+    /// Zeroes are written.
+    Full,
+}
+
+impl FromStr for Preallocation {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        Ok(match s {
+            "off" => Self::Off,
+            "metadata" => Self::Metadata,
+            "falloc" => Self::Falloc,
+            "full" => Self::Full,
+            _ => {
+                return Err(invalid(format!(
+                    "unknown preallocation '{s}'; known are off, metadata, falloc and full"
+                )));
+            }
+        })
+    }
+}
+
+/// The backing file of a new image.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Backing {
+    /// Its name as it will be stored.
+    pub name: PathBuf,
+    /// Its format.
+    pub format: Option<Format>,
+    /// Do not look at it. The size must be given then.
+    pub unchecked: bool,
+}
+
+/// What is to be created.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CreateOptions {
+    /// Where.
+    pub path: PathBuf,
+    /// In which format.
+    pub format: Format,
+    /// The disk's size; `None`: that of the backing file.
+    pub size: Option<ByteLen>,
+    /// Space that is taken at once.
+    pub preallocation: Preallocation,
+    /// The backing file.
+    pub backing: Option<Backing>,
+    /// What the image is like, for qcow2. Its size and backing file are ignored.
+    pub qcow2: NewImage,
+}
+
+/// What was created.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Created {
+    /// The disk's size.
+    pub size: ByteLen,
+}
+
+fn invalid(text: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidInput, text)
+}
+
+fn on_off(key: &str, value: &str) -> Result<bool> {
+    match value {
+        "on" | "yes" | "true" => Ok(true),
+        "off" | "no" | "false" => Ok(false),
+        _ => Err(invalid(format!("{key}={value} must be on or off"))),
+    }
+}
+
+impl CreateOptions {
+    /// An image of `format` at `path` with nothing else set.
+    pub fn new(path: impl Into<PathBuf>, format: Format) -> Self {
+        Self {
+            path: path.into(),
+            format,
+            size: None,
+            preallocation: Preallocation::Off,
+            backing: None,
+            qcow2: NewImage::default(),
+        }
+    }
+
+    /// Applies options as `-o` takes them: `key=value`, separated by commas; a comma in a value is doubled.
+    ///
+    /// # Errors
+    /// `InvalidInput` or `Unsupported` with a sentence for an unknown option or a value that can't be.
+    pub fn apply(&mut self, text: &str) -> Result<()> {
+        // A doubled comma stands for one; NUL can't come from a command line.
+        for part in text.replace(",,", "\0").split(',').filter(|part| !part.is_empty()) {
+            let part = part.replace('\0', ",");
+            let (key, value) = part.split_once('=').unwrap_or((&part, "on"));
+            self.set(key, value)?;
+        }
+        Ok(())
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> Result<()> {
+        match (self.format, key) {
+            (_, "size") => self.size = Some(parse_size(value)?),
+            (_, "preallocation") => self.preallocation = value.parse()?,
+            (Format::Qcow2, _) => return self.set_qcow2(key, value),
+            (Format::Raw, _) => {
+                return Err(invalid(format!(
+                    "unknown option '{key}' for raw; known are size and preallocation"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn set_qcow2(&mut self, key: &str, value: &str) -> Result<()> {
+        let new = &mut self.qcow2;
+        match key {
+            "cluster_size" => new.cluster_size = parse_size(value)?.get(),
+            "compat" => {
+                new.version = match value {
+                    "0.10" | "v2" => 2,
+                    "1.1" | "v3" => 3,
+                    _ => {
+                        return Err(invalid(format!(
+                            "compat={value} is unknown; known are 0.10 (or v2) and 1.1 (or v3)"
+                        )));
+                    }
+                }
+            }
+            "refcount_bits" => {
+                new.refcount_bits = value
+                    .parse()
+                    .map_err(|_| invalid(format!("refcount_bits={value} is not a number")))?;
+            }
+            "lazy_refcounts" => new.lazy_refcounts = on_off(key, value)?,
+            "compression_type" => {
+                new.compression_type = match value {
+                    "zlib" => CompressionType::Zlib,
+                    "zstd" => CompressionType::Zstd,
+                    _ => {
+                        return Err(invalid(format!(
+                            "compression_type={value} is unknown; known are zlib and zstd"
+                        )));
+                    }
+                }
+            }
+            "backing_file" => self.backing.get_or_insert_default().name = value.into(),
+            "backing_fmt" => {
+                self.backing.get_or_insert_default().format = Some(value.parse()?);
+            }
+            "extended_l2" if !on_off(key, value)? => {}
+            "extended_l2" | "data_file" | "data_file_raw" | "encryption" | "encrypt.format" => {
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    format!(
+                        "{key}={value} makes an image that this version can't use; leave the option out"
+                    ),
+                ));
+            }
+            _ => {
+                return Err(invalid(format!(
+                    "unknown option '{key}' for qcow2; known are backing_file, backing_fmt, cluster_size, compat, \
+                     compression_type, lazy_refcounts, preallocation, refcount_bits and size"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Makes the image.
+///
+/// # Errors
+/// `InvalidInput` for options that don't go together, `Locked` when another program uses the file, or what the
+/// storage reports.
+pub async fn create(options: &CreateOptions) -> Result<Created> {
+    let failed = || format!("cannot create '{}'", options.path.display());
+    let backing_size = match &options.backing {
+        Some(backing) => check_backing(options, backing).await.context(failed)?,
+        None => None,
+    };
+    let Some(size) = options.size.or(backing_size) else {
+        let text = "state the disk's size, for instance 10G";
+        return Err(invalid(text)).context(failed);
+    };
+    match options.format {
+        Format::Raw => create_raw(options, size).await.context(failed),
+        Format::Qcow2 => create_qcow2(options, size).await.context(failed),
+    }
+}
+
+/// Refuses a backing file that can't be; its size, unless it is not to be looked at.
+async fn check_backing(options: &CreateOptions, backing: &Backing) -> Result<Option<ByteLen>> {
+    if options.format == Format::Raw {
+        return Err(invalid("raw images have no backing file; use -f qcow2"));
+    }
+    let below = resolve_backing(&options.path, backing.name.as_os_str().as_bytes())?;
+    let shown = below.display();
+    let Some(format) = backing.format else {
+        return Err(invalid(format!(
+            "state the format of the backing file '{shown}' with -F raw or -F qcow2"
+        )));
+    };
+    if backing.unchecked {
+        return Ok(None);
+    }
+    let same = |a: &Path, b: &Path| match (a.canonicalize(), b.canonicalize()) {
+        (Ok(a), Ok(b)) => a == b,
+        _ => false,
+    };
+    if same(&below, &options.path) {
+        return Err(invalid("an image can't be its own backing file"));
+    }
+    let how = OpenOptions::new(&below).read_only(true).cache(CacheMode::Writeback);
+    let storage = FileStorage::open(&how).context(|| {
+        format!("the backing file '{shown}' can't be used (relative names are relative to the new image)")
+    })?;
+    match format {
+        Format::Raw => Ok(Some(storage.len())),
+        Format::Qcow2 => Ok(Some(read_header(&storage).await?.disk_size())),
+    }
+}
+
+/// A file that is being made; it is removed again unless it is kept.
+struct NewFile<'a> {
+    storage: FileStorage,
+    path: &'a Path,
+    device: bool,
+    /// It was not there before.
+    remove: bool,
+}
+
+impl<'a> NewFile<'a> {
+    fn create(path: &'a Path, len: ByteLen) -> Result<Self> {
+        let old = std::fs::metadata(path);
+        let device = old.as_ref().is_ok_and(|m| m.file_type().is_block_device());
+        let remove = old.is_err();
+        let how = OpenOptions::new(path).cache(CacheMode::Writeback).exclusive(remove);
+        // Devices are asked for the room; files grow when they are ours to remove again.
+        let at_first = if device { len } else { ByteLen::ZERO };
+        let storage = FileStorage::create(&how, at_first)?;
+        Ok(Self { storage, path, device, remove })
+    }
+
+    /// Makes everything durable; from now on the file stays.
+    async fn keep(mut self) -> Result<()> {
+        self.storage.sync().await?;
+        self.remove = false;
+        Ok(())
+    }
+}
+
+impl Drop for NewFile<'_> {
+    fn drop(&mut self) {
+        if self.remove
+            && let Err(e) = std::fs::remove_file(self.path)
+        {
+            let e = cannot_find(self.path, e);
+            tracing::warn!("cannot remove the unfinished image: {e:#}");
+        }
+    }
+}
+
+async fn create_raw(options: &CreateOptions, size: ByteLen) -> Result<Created> {
+    let size = size.align_up(512).ok_or_else(|| invalid("the size is too large"))?;
+    let fill = options.preallocation;
+    if fill == Preallocation::Metadata {
+        return Err(invalid("raw images have no metadata; use preallocation=off, falloc or full"));
+    }
+    let file = NewFile::create(&options.path, size)?;
+    if file.device {
+        if fill != Preallocation::Off {
+            return Err(invalid("a block device has all its space; leave preallocation out"));
+        }
+        return file.keep().await.map(|()| Created { size });
+    }
+    let room = || format!("there is no room for {} bytes", size.get());
+    file.storage.set_len(size).await.context(room)?;
+    match fill {
+        Preallocation::Falloc if size > ByteLen::ZERO => {
+            file.storage.allocate(HostOffset::ZERO, size).await.context(room)?;
+        }
+        Preallocation::Full => write_zeroes(&file.storage, size).await.context(room)?,
+        _ => {}
+    }
+    file.keep().await.map(|()| Created { size })
+}
+
+async fn write_zeroes(storage: &FileStorage, size: ByteLen) -> Result<()> {
+    let zeroes = SharedBuf::zeroed(FILL_BYTES)?.iovec();
+    let mut at = 0;
+    while at < size.get() {
+        let n = (size.get() - at).min(FILL_BYTES as u64);
+        storage.write(HostOffset::new(at), zeroes.slice(0, n as usize)).await?;
+        at += n;
+    }
+    Ok(())
+}
+
+async fn create_qcow2(options: &CreateOptions, size: ByteLen) -> Result<Created> {
+    if options.preallocation != Preallocation::Off {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            "preallocation of qcow2 images comes with a later version; leave it off (space is prepared ahead while \
+             the disk grows), or let 'qemu-img create' make the image, which can be served as it is",
+        ));
+    }
+    let backing = options.backing.as_ref().map(|b| {
+        let name = b.name.as_os_str().as_bytes().to_vec();
+        (name, b.format.map(|f| f.to_string()))
+    });
+    let new = NewImage { size, backing, ..options.qcow2.clone() };
+    let layout = new.layout()?;
+    let file = NewFile::create(&options.path, layout.file_len)?;
+    if file.device {
+        let mode = ZeroMode { unmap: false, fast_only: false };
+        file.storage.write_zeroes(HostOffset::ZERO, layout.file_len, mode).await?;
+    } else {
+        file.storage.set_len(layout.file_len).await?;
+    }
+    // The header comes last: until then this is no image.
+    for (at, bytes) in layout.writes.iter().rev() {
+        if *at == HostOffset::ZERO {
+            file.storage.sync().await?;
+        }
+        file.storage.write(*at, iovec(bytes)?).await?;
+    }
+    file.keep().await.map(|()| Created { size: layout.header.disk_size() })
+}
+
+fn iovec(bytes: &[u8]) -> Result<IoVec> {
+    Ok(SharedBuf::new(AlignedBuf::from_slice(bytes)?).iovec())
+}
+
+impl fmt::Display for CreateOptions {
+    /// The options that shape the image, as `-o` takes them.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { format, qcow2: q, .. } = self;
+        if *format == Format::Raw {
+            return write!(f, "fmt=raw");
+        }
+        write!(
+            f,
+            "fmt=qcow2 cluster_size={} compat={} refcount_bits={} lazy_refcounts={} compression_type={}",
+            q.cluster_size,
+            if q.version == 2 { "0.10" } else { "1.1" },
+            q.refcount_bits,
+            if q.lazy_refcounts { "on" } else { "off" },
+            q.compression_type.name()
+        )?;
+        if let Some(b) = &self.backing {
+            write!(f, " backing_file={}", b.name.display())?;
+            if let Some(format) = b.format {
+                write!(f, " backing_fmt={format}")?;
+            }
+        }
+        Ok(())
+    }
+}
