@@ -5,13 +5,16 @@ use crate::failure::Failure;
 use crate::output::OutputArgs;
 use crate::{cli, output};
 use bedplate_image::{ChainOptions, human_size};
-use bedplate_server::{Daemon, ExportKind, ExportStats, NbdAddr, NbdOptions, Signals, Stopped};
+use bedplate_server::{
+    BlkOptions, Daemon, ExportKind, ExportStats, NbdAddr, NbdOptions, Signals, Stopped,
+};
 use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, Format, ResultExt, limits, parse_size};
 use clap::{ArgGroup, Args};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 /// Serve a disk to virtual machines and other programs
 ///
@@ -23,7 +26,7 @@ use std::process::ExitCode;
 #[derive(Args, Debug)]
 #[command(
     after_long_help = after_help(),
-    group(ArgGroup::new("exports").required(true).multiple(true).args(["nbd"]))
+    group(ArgGroup::new("exports").required(true).multiple(true).args(["vhost_user_blk", "nbd"]))
 )]
 pub struct ServeArgs {
     /// The image, or null:SIZE for a disk that keeps nothing, for measuring
@@ -32,6 +35,24 @@ pub struct ServeArgs {
     /// The image's format: raw or qcow2 [default: told by the extension]
     #[arg(short, long = "format", value_name = "FMT")]
     format: Option<Format>,
+    /// Serve as a virtio-blk device to virtual machines, over vhost-user on this Unix socket
+    #[arg(long, value_name = "SOCKET")]
+    vhost_user_blk: Vec<PathBuf>,
+    /// Queues that a virtual machine may use; best one for each of its CPUs
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = queues(), requires = "vhost_user_blk")]
+    queues: u16,
+    /// Threads that serve the queues [default: one for each queue, at most one for each CPU of the host]
+    #[arg(long, value_name = "N", value_parser = queues(), requires = "vhost_user_blk")]
+    queue_threads: Option<u16>,
+    /// Entries that a queue may have, a power of two
+    #[arg(long, value_name = "N", default_value_t = limits::MAX_QUEUE_SIZE, requires = "vhost_user_blk")]
+    queue_size: u16,
+    /// Serial number that the guest sees, at most 20 bytes
+    #[arg(long, value_name = "TEXT", default_value = "", value_parser = serial, requires = "vhost_user_blk")]
+    serial: String,
+    /// Microseconds that a thread looks for requests before it sleeps; 0 saves CPU time, more saves latency
+    #[arg(long, value_name = "USECS", default_value_t = 50, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
+    spin: u64,
     /// Serve over NBD at unix:PATH (or a path with a slash in it) or HOST:PORT
     #[arg(long, value_name = "ADDR")]
     nbd: Vec<NbdAddr>,
@@ -72,21 +93,42 @@ Cache modes (--cache):
 
 Limits:
   layers of a backing chain         {chain}
+  queues of an export               {queues}
+  entries of a queue                {queue_size}
+  segments of a request             {segments}
   NBD: connections                  {clients}
   NBD: bytes of one read or write   {request} MiB
   NBD: bytes of an export's name    {string}
   memory for L2 tables              {l2} MiB by default, which maps 1 TiB in clusters of 64 KiB
 
 Examples:
+  bedplate serve --vhost-user-blk /run/disk.sock --queues 4 disk.qcow2
   bedplate serve --nbd unix:/run/disk.nbd disk.qcow2
   bedplate serve --nbd 127.0.0.1:10809 --read-only --allow-backing clone.qcow2
   bedplate serve --nbd unix:/run/null.nbd null:100G",
         chain = limits::MAX_CHAIN_DEPTH,
+        queues = limits::MAX_QUEUES,
+        queue_size = limits::MAX_QUEUE_SIZE,
+        segments = limits::MAX_SEGMENTS,
         clients = limits::MAX_NBD_CLIENTS,
         request = limits::MAX_NBD_REQUEST >> 20,
         string = limits::MAX_NBD_STRING,
         l2 = limits::DEFAULT_L2_CACHE_BYTES >> 20,
     )
+}
+
+/// Bytes of a virtio-blk serial number.
+const SERIAL_BYTES: usize = 20;
+
+fn queues() -> clap::builder::RangedI64ValueParser<u16> {
+    clap::value_parser!(u16).range(1..=limits::MAX_QUEUES as i64)
+}
+
+fn serial(text: &str) -> Result<String, String> {
+    if text.len() > SERIAL_BYTES || !text.bytes().all(|b| b.is_ascii_graphic() || b == b' ') {
+        return Err(format!("a serial number has at most {SERIAL_BYTES} bytes of printable ASCII"));
+    }
+    Ok(text.to_owned())
 }
 
 pub fn run(args: &ServeArgs) -> Result<ExitCode, Failure> {
@@ -136,8 +178,24 @@ fn open(args: &ServeArgs) -> bedplate_types::Result<Daemon> {
 }
 
 fn export(daemon: &mut Daemon, args: &ServeArgs) -> bedplate_types::Result<()> {
+    let spin = Duration::from_micros(args.spin);
+    let cpus = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let usual = args.queues.min(u16::try_from(cpus).unwrap_or(u16::MAX));
+    for socket in &args.vhost_user_blk {
+        let options = BlkOptions {
+            queues: args.queues,
+            threads: args.queue_threads.unwrap_or(usual),
+            queue_size: args.queue_size,
+            serial: args.serial.clone(),
+            spin,
+            ..BlkOptions::default()
+        };
+        daemon.export_vhost_user_blk(socket, options)?;
+    }
     for addr in &args.nbd {
-        daemon.export_nbd(addr, &args.export_name, NbdOptions::default())?;
+        let mut options = NbdOptions::default();
+        options.runtime.spin = spin;
+        daemon.export_nbd(addr, &args.export_name, options)?;
     }
     Ok(())
 }
@@ -146,6 +204,7 @@ fn export(daemon: &mut Daemon, args: &ServeArgs) -> bedplate_types::Result<()> {
 fn place(export: &ExportKind) -> (&'static str, String) {
     match export {
         ExportKind::Nbd { addr, name } => ("nbd", addr.uri(name)),
+        ExportKind::VhostUserBlk { socket, .. } => ("vhost-user-blk", socket.display().to_string()),
     }
 }
 

@@ -8,6 +8,7 @@ use bedplate_nbd::{NbdAddr, NbdOptions};
 use bedplate_runtime::{Backend, Config, Runtime};
 use bedplate_storage::FileStorage;
 use bedplate_types::{ByteLen, CacheMode, Result, ResultExt};
+use bedplate_vhost_user::BlkOptions;
 use futures_util::future::{Either, select};
 use sd_notify::NotifyState;
 use std::path::Path;
@@ -73,6 +74,15 @@ impl Daemon {
     /// When the address or the name can't be, or is in use.
     pub fn export_nbd(&mut self, addr: &NbdAddr, name: &str, options: NbdOptions) -> Result<()> {
         self.exports.push(Running::nbd(self.disk(), addr, name, options)?);
+        Ok(())
+    }
+
+    /// Offers the disk as a virtio-blk device on the Unix socket `socket`; front ends can connect when this returns.
+    ///
+    /// # Errors
+    /// When the options or the socket can't be, or somebody listens there.
+    pub fn export_vhost_user_blk(&mut self, socket: &Path, options: BlkOptions) -> Result<()> {
+        self.exports.push(Running::vhost_user_blk(self.disk(), socket, options)?);
         Ok(())
     }
 

@@ -5,6 +5,8 @@ use bedplate_disk::Disk;
 use bedplate_nbd::{NbdAddr, NbdExport, NbdOptions, NbdServer};
 use bedplate_storage::FileStorage;
 use bedplate_types::Result;
+use bedplate_vhost_user::{BlkOptions, Export, QueueStats, VhostUserBlk};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The protocol of an export and where it listens.
@@ -16,6 +18,15 @@ pub enum ExportKind {
         addr: NbdAddr,
         /// The export's name.
         name: String,
+    },
+    /// A virtio-blk device for virtual machines.
+    VhostUserBlk {
+        /// The Unix socket.
+        socket: PathBuf,
+        /// Queues that a virtual machine may use.
+        queues: u16,
+        /// Entries that a queue may have.
+        queue_size: u16,
     },
 }
 
@@ -41,10 +52,28 @@ pub struct ExportStats {
 }
 
 impl ExportStats {
+    fn with_queue(self, queue: &QueueStats) -> Self {
+        Self {
+            reads: self.reads + queue.reads,
+            read_bytes: self.read_bytes + queue.read_bytes,
+            writes: self.writes + queue.writes,
+            write_bytes: self.write_bytes + queue.write_bytes,
+            flushes: self.flushes + queue.flushes,
+            discards: self.discards + queue.discards,
+            other: self.other + queue.other,
+            errors: self.errors + queue.errors + queue.malformed,
+        }
+    }
+
     /// All requests.
     pub fn requests(&self) -> u64 {
         self.reads + self.writes + self.flushes + self.discards + self.other
     }
+}
+
+/// The path as programs in other folders find it.
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf())
 }
 
 /// A running export.
@@ -55,6 +84,7 @@ pub(crate) struct Running {
 
 enum Inner {
     Nbd { server: NbdServer, counters: Arc<Counters> },
+    VhostUserBlk(Export),
 }
 
 impl Running {
@@ -73,8 +103,25 @@ impl Running {
             disk: Arc::new(Counted { disk, counters: counters.clone() }),
         };
         let server = NbdServer::start(addr, vec![export], options)?;
-        let kind = ExportKind::Nbd { addr: server.local_addr().clone(), name: name.to_owned() };
+        let addr = match server.local_addr() {
+            // Clients run in other folders.
+            NbdAddr::Unix(path) => NbdAddr::Unix(absolute(path)),
+            tcp => tcp.clone(),
+        };
+        let kind = ExportKind::Nbd { addr, name: name.to_owned() };
         Ok(Self { kind, inner: Inner::Nbd { server, counters } })
+    }
+
+    /// Starts a vhost-user-blk export; front ends can connect when it returns.
+    pub(crate) fn vhost_user_blk(
+        disk: Arc<Disk<FileStorage>>,
+        socket: &Path,
+        options: BlkOptions,
+    ) -> Result<Self> {
+        let (queues, queue_size) = (options.queues, options.queue_size);
+        let export = VhostUserBlk::start(socket, disk, options)?;
+        let kind = ExportKind::VhostUserBlk { socket: absolute(socket), queues, queue_size };
+        Ok(Self { kind, inner: Inner::VhostUserBlk(export) })
     }
 
     /// Finishes what is under way, ends all connections and threads, removes the socket.
@@ -83,6 +130,9 @@ impl Running {
             Inner::Nbd { mut server, counters } => {
                 server.stop();
                 counters.snapshot()
+            }
+            Inner::VhostUserBlk(export) => {
+                export.stop().iter().fold(ExportStats::default(), ExportStats::with_queue)
             }
         };
         (self.kind, stats)

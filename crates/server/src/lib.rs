@@ -17,3 +17,4 @@ pub use export::{ExportKind, ExportStats};
 pub use signals::Signals;
 
 pub use bedplate_nbd::{NbdAddr, NbdOptions};
+pub use bedplate_vhost_user::BlkOptions;

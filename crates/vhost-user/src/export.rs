@@ -260,9 +260,11 @@ pub struct Export {
 }
 
 impl Export {
-    /// Disconnects the front end, finishes all requests, ends all threads and removes the socket.
-    pub fn stop(mut self) {
+    /// Disconnects the front end, finishes all requests, ends all threads and removes the socket. Returns what each
+    /// queue has done.
+    pub fn stop(mut self) -> Vec<QueueStats> {
         self.end();
+        self.stats()
     }
 
     /// What each queue has done.
