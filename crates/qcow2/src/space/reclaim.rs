@@ -150,6 +150,11 @@ impl<S: Storage> Qcow2<S> {
                 if !state.blocks.contains_key(&index) {
                     break;
                 }
+                // A damaged image may hold more references than it counts: space is handed back once all the same.
+                if self.space.count(&state, next) == Some(0) {
+                    next += 1;
+                    continue;
+                }
                 self.space.set_count(&mut state, next, 0)?;
                 // What the scan has not reached yet it will find by itself.
                 if next < state.scan || next >= state.scan_end {
