@@ -103,3 +103,20 @@ fn an_image_that_was_not_closed_gets_its_refcounts_back() {
     assert!(report(&repaired).is_clean(), "{:?}", report(&repaired));
     assert_eq!(read(&disk, 100_000, 3000), [7; 3000]);
 }
+
+/// Small clusters make many refcount blocks at once, more than a small cache holds.
+#[test]
+fn refcounts_grow_by_more_blocks_than_the_cache_holds() {
+    let storage = SimStorage::from_image(image(9, 1 << 20), SimOptions::default());
+    let options = OpenOptions { refcount_cache: ByteLen::ZERO, ..OpenOptions::default() };
+    let qcow2 = block_on(Qcow2::open(storage.clone(), &options)).expect("opens");
+    let layers = vec![Layer::Qcow2(Arc::new(qcow2))];
+    let disk = Disk::new("d", layers, false, CacheMode::None).expect("disk");
+    for i in 0..16 {
+        let at = GuestOffset::new(i << 16);
+        block_on(disk.write(at, iov(&[i as u8 + 1; 1 << 16]), false)).expect("write");
+    }
+    block_on(disk.close()).expect("close");
+    let report = block_on(bedplate_qcow2::check::check(&storage, Default::default()));
+    assert!(report.expect("check").is_clean());
+}

@@ -4,7 +4,7 @@
 //! durable before the next depends on it: blocks with their own counts, then the table entry that names them, or
 //! a whole new table and then the header that names it. A crash in between leaks clusters, nothing more.
 
-use super::{FreeRun, Space, State};
+use super::{Block, FreeRun, Space, State};
 use crate::format::ENTRY_BYTES;
 use crate::image::Qcow2;
 use bedplate_runtime::buf::{AlignedBuf, SharedBuf};
@@ -15,6 +15,8 @@ use std::collections::BTreeMap;
 /// Host space that the blocks made in one growth count ahead, and how many blocks that is at most.
 const AHEAD_BYTES: u64 = 128 << 20;
 const AHEAD_BLOCKS: u64 = 64;
+/// Table entries in one sector: what a crash leaves or takes as a whole.
+const SECTOR_ENTRIES: u64 = 512 / ENTRY_BYTES;
 
 /// What a growth will write.
 struct Growth {
@@ -59,15 +61,44 @@ impl<S: Storage> Qcow2<S> {
                 existing.push(i);
             }
         });
-        for i in &existing {
-            self.load_block(*i).await?;
+        let mut pinned = Vec::new();
+        let mut result = Ok(());
+        for i in existing {
+            result = self.pin_block(i).await;
+            if result.is_err() {
+                break;
+            }
+            pinned.push(i);
         }
-        self.write_growth(growth, &existing).await.map_err(|e| {
-            self.poison(e.context(format!(
-                "cannot extend the refcount structures of '{}'",
-                self.storage.name()
-            )))
-        })
+        if result.is_ok() {
+            let blocks: Vec<u64> = growth.blocks.keys().copied().collect();
+            result = self.write_growth(growth, &pinned).await.map_err(|e| {
+                self.poison(e.context(format!(
+                    "cannot extend the refcount structures of '{}'",
+                    self.storage.name()
+                )))
+            });
+            pinned.extend(blocks);
+        }
+        let mut state = self.space.state();
+        for i in pinned {
+            if let Some(block) = state.blocks.get_mut(&i) {
+                block.pins = block.pins.saturating_sub(1);
+            }
+        }
+        result
+    }
+
+    /// Brings an existing block into memory and keeps it there.
+    async fn pin_block(&self, index: u64) -> Result<()> {
+        loop {
+            self.load_block(index).await?;
+            // It may have been dropped again between the load and here.
+            if let Some(block) = self.space.state().blocks.get_mut(&index) {
+                block.pins += 1;
+                return Ok(());
+            }
+        }
     }
 
     async fn write_growth(&self, growth: Growth, existing: &[u64]) -> Result<()> {
@@ -75,7 +106,9 @@ impl<S: Storage> Qcow2<S> {
         let old_table = {
             let mut state = self.space.state();
             for i in growth.blocks.keys() {
-                state.place_block(*i, vec![0; self.tables.cluster() as usize]);
+                // Kept in memory until they are in the file: reading them before would find something else.
+                let bytes = vec![0; self.tables.cluster() as usize];
+                state.blocks.insert(*i, Block { bytes, pins: 1, writing: false });
             }
             if let Some((_, clusters)) = growth.table {
                 let entries = clusters * self.tables.cluster() / ENTRY_BYTES;
@@ -182,6 +215,21 @@ impl<S: Storage> Qcow2<S> {
 }
 
 impl Space {
+    /// Clusters for new blocks, with those that count the blocks and a table of this many clusters.
+    fn reserve(&self, table_clusters: u64, ahead: u64) -> u64 {
+        ahead + (table_clusters + ahead) / self.counts.entries_per_block() + 4
+    }
+
+    /// True when the entry of block `index` and those of the blocks that would count the new blocks' own clusters
+    /// are not all in one sector of the table. A crash could then leave an entry without the one that its count
+    /// depends on, so the table is replaced as a whole instead.
+    fn apart(&self, state: &State, index: u64, ahead: u64) -> bool {
+        let last = state.end.saturating_add(self.reserve(0, ahead) - 1);
+        let (low, high) = (self.counts.position(state.end).0, self.counts.position(last).0);
+        (low..=high)
+            .any(|i| i / SECTOR_ENTRIES != index / SECTOR_ENTRIES && state.block_at(i).is_none())
+    }
+
     /// Decides where the new blocks (and table) go; reserves their clusters. `None` when the limit is reached.
     fn plan_growth(&self, state: &mut State, index: u64) -> Option<Growth> {
         let ahead = (AHEAD_BYTES / (self.counts.entries_per_block() * self.geo.cluster_size()))
@@ -191,18 +239,19 @@ impl Space {
         let capacity = state.table.len() as u64;
         let (top, _) = self.counts.position(state.end);
         let least = index.max(top) + ahead + 8;
-        let table_clusters = if least > capacity {
-            let entries = least * 3 / 2;
-            entries.div_ceil(entries_per_cluster)
+        let entries = if least > capacity {
+            least * 3 / 2
+        } else if self.apart(state, index, ahead) {
+            capacity
         } else {
             0
         };
+        let table_clusters = entries.div_ceil(entries_per_cluster);
         if table_clusters * self.geo.cluster_size() > limits::MAX_REFTABLE_BYTES {
             return None;
         }
         // Each block that counts reserved clusters takes one of them; a few more than needed do no harm.
-        let own = (table_clusters + ahead) / self.counts.entries_per_block() + 4;
-        let reserved = table_clusters + ahead + own;
+        let reserved = table_clusters + self.reserve(table_clusters, ahead);
         let first = self.extend(state, reserved)?;
         let mut blocks = BTreeMap::new();
         let mut next = first + table_clusters;
@@ -211,7 +260,10 @@ impl Space {
             |blocks: &BTreeMap<u64, u64>, i| blocks.contains_key(&i) || state.block_at(i).is_some();
         let (low, _) = self.counts.position(first);
         let (high, _) = self.counts.position(end - 1);
-        let wanted = std::iter::once(index).chain(low..=high).chain(index + 1..index + ahead);
+        // In an old table all new entries lie in one sector, see `apart`.
+        let last = if table_clusters > 0 { u64::MAX } else { index | (SECTOR_ENTRIES - 1) };
+        let more = index + 1..(index + ahead).min(last.saturating_add(1));
+        let wanted = std::iter::once(index).chain(low..=high).chain(more);
         for i in wanted {
             if next < end && !covered(&blocks, i) {
                 blocks.insert(i, next);
