@@ -1,0 +1,247 @@
+//! An image made by a [`Spec`], with what lies below it and what the guest sees; opening, checking and reading it.
+
+use crate::maker::{Cell, make};
+use crate::pattern::tagged;
+use crate::spec::{BelowKind, BelowSpec, Seeds, Spec};
+use bedplate_disk::{Disk, Layer};
+use bedplate_qcow2::check::{CheckOptions, check};
+use bedplate_qcow2::{OpenOptions, Qcow2, read_header, read_snapshots};
+use bedplate_runtime::buf::SharedBuf;
+use bedplate_sim::exec::block_on;
+use bedplate_sim::{Image, Rng, SECTOR, SimOptions, SimStorage};
+use bedplate_types::{ByteLen, CacheMode, Error, GuestOffset};
+use std::sync::Arc;
+
+/// Writes of the first content have numbers from here on, in what [`crate::pattern`] calls tags.
+const FIRST: u64 = 1 << 20;
+
+/// An image, what lies below it, and what the guest sees at first.
+#[derive(Clone)]
+pub struct Bed {
+    /// How it was made.
+    pub spec: Spec,
+    /// The image.
+    pub image: Image,
+    /// What lies below.
+    pub below: Option<Image>,
+    /// What the guest sees.
+    pub content: Vec<u8>,
+}
+
+/// An open disk, with handles on what it is made of.
+pub struct Open {
+    /// The disk.
+    pub disk: Disk<SimStorage>,
+    /// Its top layer.
+    pub qcow2: Arc<Qcow2<SimStorage>>,
+    /// Where that lies.
+    pub storage: SimStorage,
+}
+
+fn random_cells(spec: &Spec, rng: &mut Rng) -> Vec<Cell> {
+    let seeds = spec.seeds;
+    (0..spec.size.div_ceil(spec.cluster()))
+        .map(|_| match () {
+            () if !rng.chance(seeds.filled) => Cell::Unallocated,
+            () if rng.chance(seeds.compressed) => Cell::Compressed,
+            () if rng.chance(seeds.zero) && rng.chance(50) => Cell::ZeroKept,
+            () if rng.chance(seeds.zero) => Cell::Zero,
+            () => Cell::Data,
+        })
+        .collect()
+}
+
+/// Makes one layer over what shows from below; returns it and what is seen.
+fn layer(spec: &Spec, rng: &mut Rng, number: u64, below: &[u8]) -> (Image, Vec<u8>) {
+    let cells = random_cells(spec, rng);
+    let cluster = spec.cluster() as usize;
+    let own = tagged(FIRST + number, 0, spec.size / SECTOR);
+    let mut seen = below.to_vec();
+    seen.resize(own.len(), 0);
+    for (i, cell) in cells.iter().enumerate() {
+        let range = i * cluster..seen.len().min((i + 1) * cluster);
+        match cell {
+            Cell::Unallocated => {}
+            Cell::Zero | Cell::ZeroKept => seen[range].fill(0),
+            Cell::Data | Cell::Compressed => seen[range.clone()].copy_from_slice(&own[range]),
+        }
+    }
+    (make(spec, &cells, &own), seen)
+}
+
+fn below_layer(below: BelowSpec, rng: &mut Rng) -> (Image, Vec<u8>) {
+    match below.kind {
+        BelowKind::Raw => {
+            let sectors = below.size.div_ceil(SECTOR);
+            let mut bytes = tagged(FIRST, 0, sectors);
+            bytes.truncate(below.size as usize);
+            for part in bytes.chunks_mut(8192) {
+                if rng.chance(30) {
+                    part.fill(0);
+                }
+            }
+            let image = Image::from_bytes(&bytes);
+            bytes.resize((sectors * SECTOR) as usize, 0);
+            (image, bytes)
+        }
+        BelowKind::Qcow2 => {
+            let spec = Spec {
+                cluster_bits: [9, 12, 16][rng.below(3) as usize],
+                refcount_bits: 16,
+                version: 3,
+                lazy: false,
+                size: below.size,
+                seeds: Seeds { filled: 60, compressed: 20, zero: 20, snapshots: 0 },
+                below: None,
+                l2_cache: 0,
+                refcount_cache: 0,
+            };
+            layer(&spec, rng, 0, &[])
+        }
+    }
+}
+
+impl Bed {
+    /// Makes the image.
+    pub fn new(spec: Spec, rng: &mut Rng) -> Self {
+        let below = spec.below.map(|b| below_layer(b, rng));
+        let (below, seen) = match below {
+            Some((image, seen)) => (Some(image), seen),
+            None => (None, Vec::new()),
+        };
+        let mut shows = seen;
+        shows.truncate(spec.size as usize);
+        let (image, content) = layer(&spec, rng, 1, &shows);
+        Self { spec, image, below, content }
+    }
+
+    /// A bed around an image that something else has made.
+    pub fn around(spec: Spec, image: Image, content: Vec<u8>) -> Self {
+        Self { spec, image, below: None, content }
+    }
+
+    /// Opens a disk over `storage`, which holds this image or what became of it.
+    ///
+    /// # Errors
+    /// What opening reports.
+    pub fn open(&self, storage: SimStorage, cache: CacheMode) -> Result<Open, Error> {
+        let options = OpenOptions {
+            read_only: false,
+            l2_cache: ByteLen::new(self.spec.l2_cache),
+            refcount_cache: ByteLen::new(self.spec.refcount_cache),
+        };
+        let qcow2 = Arc::new(block_on(Qcow2::open(storage.clone(), &options))?);
+        let mut layers = vec![Layer::Qcow2(qcow2.clone())];
+        if let (Some(image), Some(below)) = (&self.below, self.spec.below) {
+            let options =
+                SimOptions { read_only: true, name: "below".to_owned(), ..SimOptions::default() };
+            let storage = SimStorage::from_image(image.clone(), options);
+            layers.push(match below.kind {
+                BelowKind::Raw => Layer::Raw(Arc::new(storage)),
+                BelowKind::Qcow2 => {
+                    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+                    Layer::Qcow2(Arc::new(block_on(Qcow2::open(storage, &options))?))
+                }
+            });
+        }
+        let disk = Disk::new("disk", layers, false, cache)?;
+        Ok(Open { disk, qcow2, storage })
+    }
+
+    /// Says how each snapshot of `image` differs from what it was when the image was made, if it does.
+    ///
+    /// # Errors
+    /// The difference, or why a snapshot can't be read.
+    pub fn check_snapshots(&self, image: &Image) -> Result<(), String> {
+        if self.spec.seeds.snapshots == 0 {
+            return Ok(());
+        }
+        let storage = SimStorage::from_image(image.clone(), SimOptions::default());
+        let header = block_on(read_header(&storage)).map_err(|e| format!("{e:#}"))?;
+        let (snapshots, _) =
+            block_on(read_snapshots(&storage, &header)).map_err(|e| format!("{e:#}"))?;
+        for snapshot in snapshots {
+            // The image as it would be after going back to the snapshot.
+            let mut view = image.clone();
+            view.write(36, &snapshot.l1_size.to_be_bytes());
+            view.write(40, &snapshot.l1_offset.get().to_be_bytes());
+            let options = SimOptions { read_only: true, ..SimOptions::default() };
+            let open = self
+                .open(SimStorage::from_image(view, options), CacheMode::None)
+                .map_err(|e| format!("a snapshot can't be opened: {e:#}"))?;
+            let seen =
+                read_all(&open.disk).map_err(|e| format!("a snapshot can't be read: {e:#}"))?;
+            if let Some(at) = seen.iter().zip(&self.content).position(|(a, b)| a != b) {
+                return Err(format!(
+                    "snapshot '{}' has changed at {at:#x}",
+                    printable(&snapshot.name)
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn printable(name: &[u8]) -> String {
+    String::from_utf8_lossy(name).into_owned()
+}
+
+/// All bytes of a disk.
+///
+/// # Errors
+/// What reading reports.
+pub fn read_all(disk: &Disk<SimStorage>) -> Result<Vec<u8>, Error> {
+    let len = disk.size().get().next_multiple_of(SECTOR) as usize;
+    let buf = SharedBuf::zeroed(len)?;
+    block_on(disk.read(GuestOffset::ZERO, buf.iovec()))?;
+    let mut out = vec![0; len];
+    buf.iovec().copy_to(0, &mut out);
+    Ok(out)
+}
+
+/// True when the image says that its refcounts can't be trusted.
+pub fn is_dirty(image: &Image) -> bool {
+    let mut bytes = [0; 80];
+    image.read(0, &mut bytes);
+    bytes[7] >= 3 && bytes[79] & 1 != 0
+}
+
+/// Runs the engine's own check over an image; with `leaks` they are allowed.
+///
+/// # Errors
+/// The first findings.
+pub fn check_image(image: &Image, leaks: bool) -> Result<(), String> {
+    let options = SimOptions { read_only: true, ..SimOptions::default() };
+    let storage = SimStorage::from_image(image.clone(), options);
+    let report =
+        block_on(check(&storage, CheckOptions::default())).map_err(|e| format!("check: {e:#}"))?;
+    if report.corruptions == 0 && report.check_errors == 0 && (leaks || report.leaks == 0) {
+        return Ok(());
+    }
+    let texts: Vec<&str> = report.findings.iter().take(4).map(|f| f.text.as_str()).collect();
+    Err(format!(
+        "check finds {} corruption(s), {} leak(s), {} error(s): {}",
+        report.corruptions,
+        report.leaks,
+        report.check_errors,
+        texts.join("; ")
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn made_images_are_clean_and_read_as_they_should() {
+        for seed in 0..300 {
+            let mut rng = Rng::new(seed);
+            let bed = Bed::new(Spec::random(&mut rng), &mut rng);
+            check_image(&bed.image, false).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+            let storage = SimStorage::from_image(bed.image.clone(), SimOptions::default());
+            let open = bed.open(storage, CacheMode::None).expect("opens");
+            assert!(read_all(&open.disk).expect("reads") == bed.content, "seed {seed}");
+            bed.check_snapshots(&bed.image).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+        }
+    }
+}

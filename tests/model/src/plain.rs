@@ -1,0 +1,521 @@
+//! Random operations on a disk against a byte array.
+//!
+//! A run is a row of rounds. In a round several tasks work at once, in an order and with delays that the seed
+//! chooses; between rounds everything is at rest. Where requests of one round overlap, a byte may be what any of
+//! them made of it; everywhere else it must be exactly what the array says. Reopening happens between rounds,
+//! with or without closing: then bytes not flushed may be any that they were since the last flush.
+
+use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
+use crate::pattern::random;
+use crate::{Spec, qemu};
+use bedplate_disk::Disk;
+use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
+use bedplate_sim::exec::join_all;
+use bedplate_sim::{DiscardMode, Fault, OpKind, Rng, SimOptions, SimStorage};
+use bedplate_storage::ZeroMode;
+use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, GuestOffset};
+
+/// What a request does to the bytes.
+struct Effect {
+    at: usize,
+    bytes: Vec<u8>,
+    /// False when they may also stay as they are.
+    sure: bool,
+}
+
+impl Effect {
+    fn end(&self) -> usize {
+        self.at + self.bytes.len()
+    }
+
+    fn at(&self, byte: usize) -> Option<u8> {
+        self.bytes.get(byte.checked_sub(self.at)?).copied()
+    }
+}
+
+/// One operation.
+#[derive(Debug)]
+enum Op {
+    Write { at: u64, bytes: Vec<u8>, fua: bool },
+    Batch(Vec<(u64, Vec<u8>)>),
+    Zero { at: u64, len: u64, mode: ZeroMode },
+    Discard { at: u64, len: u64 },
+    Read { at: u64, len: u64 },
+    Status { at: u64, len: u64 },
+    Flush,
+    Maintain,
+}
+
+/// What became of one operation.
+#[derive(Default)]
+struct Done {
+    read: Option<(usize, Vec<u8>)>,
+    effects: Vec<Effect>,
+    flushed: bool,
+    failures: Vec<Error>,
+}
+
+/// How a run is to be.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Requests to the storage fail now and then.
+    pub faults: bool,
+    /// `qemu-img check` looks at the image at the end.
+    pub qemu: bool,
+}
+
+/// What a run did.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Stats {
+    /// Operations.
+    pub operations: u64,
+    /// Operations that failed, as they may with faults.
+    pub failed: u64,
+    /// Times the image was poisoned.
+    pub poisoned: u64,
+}
+
+struct Run {
+    bed: Bed,
+    rng: Rng,
+    storage: SimStorage,
+    open: Open,
+    cache: CacheMode,
+    /// What the disk holds.
+    model: Vec<u8>,
+    /// What it held at the last flush, and what was done since.
+    base: Vec<u8>,
+    journal: Vec<Effect>,
+    /// Space may have leaked, since the image was not always closed.
+    leaky: bool,
+    faults: bool,
+    stats: Stats,
+}
+
+/// Runs one random sequence on one random image.
+///
+/// # Errors
+/// What differs from the model.
+pub fn run(seed: u64, options: Options) -> Result<Stats, String> {
+    let mut rng = Rng::new(seed);
+    let bed = Bed::new(Spec::random(&mut rng), &mut rng);
+    run_on(bed, rng, options)
+}
+
+/// Runs one random sequence on this image.
+///
+/// # Errors
+/// What differs from the model.
+pub fn run_on(bed: Bed, mut rng: Rng, options: Options) -> Result<Stats, String> {
+    let discard = [DiscardMode::Zeroes, DiscardMode::Garbage, DiscardMode::Ignored];
+    let sim = SimOptions {
+        seed: rng.next_u64(),
+        max_delay: [0, 2, 6][rng.below(3) as usize],
+        discard: discard[rng.below(3) as usize],
+        fast_zero: rng.chance(70),
+        ..SimOptions::default()
+    };
+    let storage = SimStorage::from_image(bed.image.clone(), sim);
+    let cache = if rng.chance(10) { CacheMode::Writethrough } else { CacheMode::None };
+    let open = bed.open(storage.clone(), cache).map_err(|e| format!("can't open: {e:#}"))?;
+    let (model, base) = (bed.content.clone(), bed.content.clone());
+    let faults = options.faults;
+    let mut run = Run {
+        bed,
+        rng,
+        storage,
+        open,
+        cache,
+        model,
+        base,
+        journal: Vec::new(),
+        leaky: false,
+        faults,
+        stats: Stats::default(),
+    };
+    let rounds = 3 + run.rng.below(8);
+    for _ in 0..rounds {
+        run.round()?;
+        if run.rng.chance(15) || run.open.qcow2.is_poisoned() {
+            run.reopen()?;
+        }
+    }
+    run.finish(options)
+}
+
+impl Run {
+    fn context(&self) -> String {
+        format!("{:?}", self.bed.spec)
+    }
+
+    /// Several tasks at once.
+    fn round(&mut self) -> Result<(), String> {
+        if self.faults && self.rng.chance(50) {
+            self.inject();
+        }
+        let tasks = [1, 1, 2, 3, 5][self.rng.below(5) as usize];
+        let plans: Vec<Vec<Op>> = (0..tasks)
+            .map(|_| {
+                (0..1 + self.rng.below(4))
+                    .map(|_| random_op(&self.bed.spec, &mut self.rng))
+                    .collect()
+            })
+            .collect();
+        let seed = self.rng.next_u64();
+        let (disk, spec) = (&self.open.disk, &self.bed.spec);
+        let running = plans.iter().map(|ops| async move {
+            let mut all = Vec::new();
+            for op in ops {
+                all.push(perform(disk, spec, op).await);
+            }
+            all
+        });
+        let done = join_all(seed, running).map_err(|e| format!("{e}; {plans:?}"))?;
+        let failed_before = self.storage.counts().failed;
+        self.storage.clear_faults();
+        self.settle(done.into_iter().flatten().collect(), failed_before > 0)
+            .map_err(|e| format!("{e}\n  in a round of {}\n  on {}", brief(&plans), self.context()))
+    }
+
+    fn inject(&mut self) {
+        let kinds = [OpKind::Read, OpKind::Write, OpKind::Write, OpKind::Sync, OpKind::WriteZeroes];
+        let errno = if self.rng.chance(50) { 5 } else { 28 };
+        let mut fault = match self.rng.below(6) {
+            5 => Fault::nth(self.rng.below(30), errno),
+            k => Fault::nth_of(kinds[k as usize], self.rng.below(12), errno),
+        };
+        if self.rng.chance(30) {
+            fault = fault.forever();
+        }
+        if self.rng.chance(50) {
+            fault = fault.torn();
+        }
+        self.storage.inject(fault);
+    }
+
+    /// Compares what the round's requests returned with the model, and takes over what they did.
+    fn settle(&mut self, done: Vec<Done>, may_fail: bool) -> Result<(), String> {
+        self.stats.operations += done.len() as u64;
+        let flushed = done.iter().any(|d| d.flushed);
+        for failure in done.iter().flat_map(|d| &d.failures) {
+            if !may_fail {
+                return Err(format!("a request failed: {failure:#}"));
+            }
+            self.stats.failed += 1;
+        }
+        let effects: Vec<&Effect> = done.iter().flat_map(|d| &d.effects).collect();
+        for (at, bytes) in done.iter().filter_map(|d| d.read.as_ref()) {
+            self.compare(*at, bytes, &effects, true)
+                .map_err(|e| format!("a read during it: {e}"))?;
+        }
+        let at_rest = if flushed { self.model.clone() } else { Vec::new() };
+        self.apply(&effects)?;
+        if flushed {
+            self.base = at_rest;
+            self.journal.clear();
+        }
+        self.journal.extend(done.into_iter().flat_map(|d| d.effects));
+        Ok(())
+    }
+
+    /// Puts the effects into the model. Where it is open what came of them, the disk is asked.
+    fn apply(&mut self, effects: &[&Effect]) -> Result<(), String> {
+        for (i, effect) in effects.iter().enumerate() {
+            let meets = |other: &&Effect| other.at < effect.end() && effect.at < other.end();
+            let alone = !effects.iter().enumerate().any(|(j, e)| j != i && meets(e));
+            if alone && effect.sure {
+                self.model[effect.at..effect.end()].copy_from_slice(&effect.bytes);
+                continue;
+            }
+            let seen = self.read(effect.at, effect.bytes.len())?;
+            self.compare(effect.at, &seen, effects, false)
+                .map_err(|e| format!("after overlapping requests: {e}"))?;
+            self.model[effect.at..effect.end()].copy_from_slice(&seen);
+        }
+        Ok(())
+    }
+
+    fn read(&self, at: usize, len: usize) -> Result<Vec<u8>, String> {
+        let seed = self.storage.counts().total();
+        let done = join_all(seed, [read(&self.open.disk, at as u64, len)]);
+        let bytes = done.map_err(|e| e.to_string())?.pop().ok_or("no result")?;
+        bytes.map_err(|e| format!("a read failed: {e:#}"))
+    }
+
+    /// Each byte must be as in the model or, when touched, as an effect made it.
+    fn compare(
+        &self,
+        at: usize,
+        seen: &[u8],
+        effects: &[&Effect],
+        old: bool,
+    ) -> Result<(), String> {
+        if old && self.model[at..at + seen.len()] == *seen {
+            return Ok(());
+        }
+        for (i, byte) in seen.iter().enumerate() {
+            let place = at + i;
+            let mut touching = effects.iter().filter(|e| e.at(place).is_some()).peekable();
+            // A byte that some request has surely changed can't be the old one after the round.
+            let stays = old || touching.clone().all(|e| !e.sure);
+            let good = (stays && self.model[place] == *byte)
+                || touching.any(|e| e.at(place) == Some(*byte));
+            if !good {
+                return Err(format!(
+                    "byte {place:#x} is {byte:#04x}; it was {:#04x} and {} request(s) touched it",
+                    self.model[place],
+                    effects.iter().filter(|e| e.at(place).is_some()).count()
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Closes the disk or just drops it, and opens it again.
+    fn reopen(&mut self) -> Result<(), String> {
+        let poisoned = self.open.qcow2.is_poisoned();
+        self.stats.poisoned += u64::from(poisoned);
+        let close = !poisoned && self.rng.chance(60);
+        if close {
+            self.close()?;
+        } else {
+            self.leaky = true;
+        }
+        // Other caches than before, so that the same image meets both.
+        self.bed.spec.l2_cache ^= 1 << 20;
+        let check = |run: &Self| {
+            check_image(&run.storage.image(), run.leaky)
+                .map_err(|e| format!("at reopening (closed: {close}): {e}\n  on {}", run.context()))
+        };
+        // With the dirty bit set, opening makes the image sound.
+        if !is_dirty(&self.storage.image()) {
+            check(self)?;
+        }
+        self.open = self.bed.open(self.storage.clone(), self.cache).map_err(|e| {
+            format!("can't reopen (closed: {close}): {e:#}\n  on {}", self.context())
+        })?;
+        check(self)?;
+        let seen = read_all(&self.open.disk).map_err(|e| format!("can't be read: {e:#}"))?;
+        self.compare_reopened(&seen, close)
+            .map_err(|e| format!("reopened (closed: {close}): {e}\n  on {}", self.context()))?;
+        self.model = seen;
+        self.base.clone_from(&self.model);
+        self.journal.clear();
+        Ok(())
+    }
+
+    fn close(&mut self) -> Result<(), String> {
+        let closed = join_all(self.rng.next_u64(), [self.open.disk.close()]);
+        match closed.map_err(|e| format!("closing: {e}"))?.pop() {
+            Some(Ok(())) => Ok(()),
+            Some(Err(e)) => Err(format!("can't close: {e:#}")),
+            None => Ok(()),
+        }
+    }
+
+    fn compare_reopened(&self, seen: &[u8], closed: bool) -> Result<(), String> {
+        if seen == self.model {
+            return Ok(());
+        }
+        let allowed = |at: usize, byte: u8| {
+            !closed
+                && (self.base[at] == byte || self.journal.iter().any(|e| e.at(at) == Some(byte)))
+        };
+        let wrong =
+            |(at, (byte, model)): &(usize, (&u8, &u8))| byte != model && !allowed(*at, **byte);
+        match seen.iter().zip(&self.model).enumerate().find(wrong) {
+            Some((at, (byte, model))) => Err(format!(
+                "byte {at:#x} is {byte:#04x}; it was {model:#04x}, and {:#04x} when flushed",
+                self.base[at]
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// Compares everything, before and after closing, and checks the image.
+    fn finish(mut self, options: Options) -> Result<Stats, String> {
+        let context = self.context();
+        let all = |e: String| format!("at the end: {e}\n  on {context}");
+        let seen = self.read(0, self.model.len()).map_err(all)?;
+        self.compare(0, &seen, &[], true).map_err(all)?;
+        self.close().map_err(all)?;
+        let image = self.storage.image();
+        check_image(&image, self.leaky).map_err(all)?;
+        if options.qemu {
+            qemu::check(&image, self.leaky).map_err(all)?;
+        }
+        self.bed.check_snapshots(&image).map_err(all)?;
+        let storage = SimStorage::from_image(image, SimOptions::default());
+        let open = self.bed.open(storage, CacheMode::None);
+        let open = open.map_err(|e| all(format!("can't reopen: {e:#}")))?;
+        let seen = read_all(&open.disk).map_err(|e| all(format!("can't be read: {e:#}")))?;
+        self.compare_reopened(&seen, true).map_err(|e| all(format!("closed and reopened: {e}")))?;
+        Ok(self.stats)
+    }
+}
+
+fn brief(plans: &[Vec<Op>]) -> String {
+    let op = |op: &Op| match op {
+        Op::Write { at, bytes, fua } => format!("write {at:#x}+{:#x} fua {fua}", bytes.len()),
+        Op::Batch(all) => {
+            let parts: Vec<String> =
+                all.iter().map(|(at, bytes)| format!("{at:#x}+{:#x}", bytes.len())).collect();
+            format!("batch [{}]", parts.join(", "))
+        }
+        other => format!("{other:x?}"),
+    };
+    let tasks: Vec<String> =
+        plans.iter().map(|ops| ops.iter().map(op).collect::<Vec<_>>().join("; ")).collect();
+    tasks.join(" | ")
+}
+
+/// A range: unaligned, of sectors, or of clusters; short or long.
+fn random_range(spec: &Spec, rng: &mut Rng) -> (u64, u64) {
+    let cluster = spec.cluster();
+    let unit = match rng.below(10) {
+        0 | 1 => 1,
+        2..=6 => 512,
+        _ => cluster,
+    };
+    let most = match rng.below(10) {
+        0..=5 => cluster.min(65536),
+        6..=8 => (4 * cluster).min(1 << 20),
+        _ => spec.size,
+    };
+    let units = (most / unit).max(1);
+    let len = (1 + rng.below(units)) * unit;
+    let at = rng.below(spec.size / unit + 1) * unit;
+    let at = at.min(spec.size - 1);
+    (at, len.min(spec.size - at))
+}
+
+fn random_op(spec: &Spec, rng: &mut Rng) -> Op {
+    let (at, len) = random_range(spec, rng);
+    match rng.below(100) {
+        0..=37 => {
+            let bytes = random(rng, len as usize);
+            Op::Write { at, bytes, fua: rng.chance(8) }
+        }
+        38..=52 => {
+            let mut writes = Vec::new();
+            let mut next = at;
+            for _ in 0..1 + rng.below(8) {
+                let (at, len) = random_range(spec, rng);
+                // Half of them follow the one before, as the requests of a queue do.
+                let at = if rng.chance(50) && next < spec.size { next } else { at };
+                let len = len.min(spec.size - at).min(65536);
+                next = at + len;
+                writes.push((at, random(rng, len as usize)));
+            }
+            Op::Batch(writes)
+        }
+        53..=64 => Op::Zero {
+            at,
+            len,
+            mode: ZeroMode { unmap: rng.chance(50), fast_only: rng.chance(20) },
+        },
+        65..=76 => Op::Discard { at, len },
+        77..=87 => Op::Read { at, len },
+        88..=90 => Op::Status { at, len },
+        91..=97 => Op::Flush,
+        _ => Op::Maintain,
+    }
+}
+
+/// Memory with this content, in one to three segments.
+fn iovec(bytes: &[u8]) -> Result<IoVec, Error> {
+    let part = |bytes: &[u8]| -> Result<IoVec, Error> {
+        Ok(SharedBuf::new(AlignedBuf::from_slice(bytes)?).iovec())
+    };
+    let cut = bytes.len() / 3 + 1;
+    if bytes.len() % 3 != 0 || bytes.len() < 6 {
+        return part(bytes);
+    }
+    let mut all = part(&bytes[..cut])?;
+    all.append(part(&bytes[cut..])?);
+    Ok(all)
+}
+
+async fn read(disk: &Disk<SimStorage>, at: u64, len: usize) -> Result<Vec<u8>, Error> {
+    let buf = SharedBuf::zeroed(len)?.iovec();
+    disk.read(GuestOffset::new(at), buf.clone()).await?;
+    let mut out = vec![0; len];
+    buf.copy_to(0, &mut out);
+    Ok(out)
+}
+
+async fn perform(disk: &Disk<SimStorage>, spec: &Spec, op: &Op) -> Done {
+    let mut done = Done::default();
+    let effect = |at: u64, bytes: Vec<u8>, sure| Effect { at: at as usize, bytes, sure };
+    let zeroes = |at: u64, len: u64, sure| effect(at, vec![0; len as usize], sure);
+    let result = match op {
+        Op::Write { at, bytes, fua } => {
+            let result = match iovec(bytes) {
+                Ok(buf) => disk.write(GuestOffset::new(*at), buf, *fua).await,
+                Err(e) => Err(e),
+            };
+            done.effects.push(effect(*at, bytes.clone(), result.is_ok()));
+            result
+        }
+        Op::Batch(writes) => {
+            let all: Result<Vec<_>, Error> =
+                writes.iter().map(|(at, b)| Ok((GuestOffset::new(*at), iovec(b)?))).collect();
+            let results = match all {
+                Ok(all) => disk.write_batch(all).await,
+                Err(e) => vec![Err(e)],
+            };
+            for ((at, bytes), result) in writes.iter().zip(results) {
+                done.effects.push(effect(*at, bytes.clone(), result.is_ok()));
+                done.failures.extend(result.err());
+            }
+            Ok(())
+        }
+        Op::Zero { at, len, mode } => {
+            let range = (GuestOffset::new(*at), ByteLen::new(*len));
+            match disk.write_zeroes(range.0, range.1, *mode).await {
+                // Refused before anything was done.
+                Err(e) if e.kind() == ErrorKind::Unsupported && mode.fast_only => Ok(()),
+                result => {
+                    done.effects.push(zeroes(*at, *len, result.is_ok()));
+                    result
+                }
+            }
+        }
+        Op::Discard { at, len } => {
+            let result = disk.discard(GuestOffset::new(*at), ByteLen::new(*len)).await;
+            let (start, end) = whole_clusters(spec, *at, *len);
+            // Where something lies below, clusters of no layer of ours may stay as they are.
+            let sure = result.is_ok() && spec.below.is_none();
+            done.effects.push(zeroes(start, end - start, sure));
+            result
+        }
+        Op::Read { at, len } => match read(disk, *at, *len as usize).await {
+            Ok(bytes) => {
+                done.read = Some((*at as usize, bytes));
+                Ok(())
+            }
+            Err(e) => Err(e),
+        },
+        Op::Status { at, len } => {
+            let runs = disk.block_status(GuestOffset::new(*at), ByteLen::new(*len), 1000).await;
+            runs.map(|runs| assert!(runs.iter().all(|r| r.len.get() > 0)))
+        }
+        Op::Flush => {
+            let result = disk.flush().await;
+            done.flushed = result.is_ok();
+            result
+        }
+        Op::Maintain => disk.maintain().await,
+    };
+    done.failures.extend(result.err());
+    done
+}
+
+/// The clusters that a discard frees: those that lie wholly in it, as far as the disk goes.
+pub(crate) fn whole_clusters(spec: &Spec, at: u64, len: u64) -> (u64, u64) {
+    let cluster = spec.cluster();
+    let end = at + len;
+    let end = if end >= spec.size { spec.size } else { end - end % cluster };
+    let start = at.next_multiple_of(cluster).min(spec.size);
+    (start, end.max(start))
+}

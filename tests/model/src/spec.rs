@@ -1,0 +1,138 @@
+//! What an image is like: geometry, first content, what lies below, how much memory its caches have.
+
+use bedplate_sim::Rng;
+
+/// What lies below an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BelowKind {
+    /// Plain bytes.
+    Raw,
+    /// Another qcow2 image.
+    Qcow2,
+}
+
+/// The backing image.
+#[derive(Clone, Copy, Debug)]
+pub struct BelowSpec {
+    /// Its format.
+    pub kind: BelowKind,
+    /// Its size in bytes.
+    pub size: u64,
+}
+
+/// The first content of an image.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Seeds {
+    /// Clusters that are not unallocated, in percent.
+    pub filled: u64,
+    /// Of those, compressed ones in percent.
+    pub compressed: u64,
+    /// Of the others, zero clusters (with and without space) in percent.
+    pub zero: u64,
+    /// Internal snapshots, all of the first content.
+    pub snapshots: u64,
+}
+
+/// An image to be made.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    /// Cluster size as a power of two.
+    pub cluster_bits: u32,
+    /// Bits of a refcount.
+    pub refcount_bits: u32,
+    /// 2 or 3.
+    pub version: u32,
+    /// Refcounts may be written late.
+    pub lazy: bool,
+    /// The disk's size in bytes.
+    pub size: u64,
+    /// The first content.
+    pub seeds: Seeds,
+    /// What lies below.
+    pub below: Option<BelowSpec>,
+    /// Memory for L2 slices.
+    pub l2_cache: u64,
+    /// Memory for refcount blocks.
+    pub refcount_cache: u64,
+}
+
+/// One of several choices with weights.
+fn weighted<T: Copy>(rng: &mut Rng, choices: &[(u64, T)]) -> T {
+    let mut left = rng.below(choices.iter().map(|c| c.0).sum());
+    for (weight, value) in choices {
+        match left.checked_sub(*weight) {
+            Some(rest) => left = rest,
+            None => return *value,
+        }
+    }
+    choices[0].1
+}
+
+impl Spec {
+    /// Any image, mostly a small one.
+    pub fn random(rng: &mut Rng) -> Self {
+        let bits = weighted(rng, &[(40, 9), (12, 10), (26, 12), (5, 14), (15, 16), (2, 21)]);
+        Self::with_cluster(rng, bits, 2)
+    }
+
+    /// A very small image, so that many of its crash states can be looked at.
+    pub fn tiny(rng: &mut Rng) -> Self {
+        let bits = weighted(rng, &[(60, 9), (20, 10), (20, 12)]);
+        Self { l2_cache: 0, ..Self::with_cluster(rng, bits, 1) }
+    }
+
+    fn with_cluster(rng: &mut Rng, cluster_bits: u32, scale: u64) -> Self {
+        // Large clusters get few of them, small ones enough for several L2 tables.
+        let clusters = match cluster_bits {
+            9 | 10 => 40 + rng.below(100),
+            12..=14 => 20 + rng.below(40),
+            16 => 4 + rng.below(20),
+            _ => 2 + rng.below(2),
+        };
+        let size = (clusters * scale) << cluster_bits;
+        // The disk's end need not be a cluster's.
+        let cut = if rng.chance(30) { rng.below(1 << (cluster_bits - 9)) * 512 } else { 0 };
+        let size = size - cut;
+        let version = if rng.chance(15) { 2 } else { 3 };
+        let refcount_bits =
+            if version == 2 { 16 } else { [1, 2, 4, 8, 16, 16, 32, 64][rng.below(8) as usize] };
+        let most = if refcount_bits == 1 { 0 } else { 2 };
+        let seeds = Seeds {
+            filled: [0, 20, 60, 95][rng.below(4) as usize],
+            compressed: if rng.chance(30) { 40 } else { 0 },
+            zero: if rng.chance(50) && version == 3 { 30 } else { 0 },
+            snapshots: if rng.chance(35) { 1 + rng.below(2) } else { 0 }.min(most),
+        };
+        Self {
+            cluster_bits,
+            refcount_bits,
+            version,
+            lazy: version == 3 && rng.chance(20),
+            size,
+            seeds,
+            below: if rng.chance(40) { Some(BelowSpec::random(rng, size)) } else { None },
+            l2_cache: if rng.chance(50) { 0 } else { 1 << 20 },
+            refcount_cache: if rng.chance(50) { 0 } else { 1 << 20 },
+        }
+    }
+
+    /// Bytes of a cluster.
+    pub fn cluster(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+}
+
+impl BelowSpec {
+    /// Any, shorter or longer than `top`.
+    pub fn random(rng: &mut Rng, top: u64) -> Self {
+        let kind = if rng.chance(50) { BelowKind::Raw } else { BelowKind::Qcow2 };
+        let size = match rng.below(3) {
+            0 => top,
+            1 => (rng.below(top / 512) + 1) * 512,
+            _ => top + rng.below(64) * 512,
+        };
+        // A raw file may end anywhere.
+        let odd = if kind == BelowKind::Raw && rng.chance(30) { rng.below(511) } else { 0 };
+        Self { kind, size: size - odd }
+    }
+}
