@@ -201,7 +201,10 @@ impl State {
         op.applied = true;
         if let Some((_, torn)) = op.fault {
             if torn && op.kind == OpKind::Write {
-                let only = self.rng.below(op.range.end - op.range.start + 1) as usize;
+                let cut = op.range.start + self.rng.below(op.range.end - op.range.start + 1);
+                // A medium takes whole sectors.
+                let cut = (cut - cut % crate::SECTOR).max(op.range.start);
+                let only = (cut - op.range.start) as usize;
                 self.event(Event::Apply { id: op.id, only: Some(only) });
             }
             return;
