@@ -71,6 +71,8 @@ pub(crate) struct Ring {
     bell_armed: bool,
     /// The kernel can wait for several completions for a bounded time (Linux 6.12).
     gathers: bool,
+    /// The last call found no completion although the kernel had asked for it, and it still asks.
+    stale: bool,
 }
 
 impl Ring {
@@ -100,6 +102,7 @@ impl Ring {
             bell: Box::new(0),
             bell_armed: false,
             gathers,
+            stale: false,
         })
     }
 
@@ -119,8 +122,9 @@ impl Ring {
     /// True when completions are there to be taken, or will be after a call into the kernel.
     #[inline]
     pub(crate) fn has_events(&mut self) -> bool {
+        let stale = self.stale;
         let sq = self.ring.submission();
-        let flagged = sq.taskrun() || sq.cq_overflow();
+        let flagged = (sq.taskrun() && !stale) || sq.cq_overflow();
         drop(sq);
         flagged || !self.ring.completion().is_empty()
     }
@@ -132,6 +136,9 @@ impl Ring {
         }
         if self.needs_enter() {
             self.enter();
+            // A worker of the kernel sets the flag after it has queued its work. Where this thread takes the work in
+            // between, the flag stays without any, and must not keep the thread from sleeping.
+            self.stale = self.ring.submission().taskrun() && self.ring.completion().is_empty();
         }
         if !self.to_release.is_empty() {
             self.release_waiting();
@@ -152,6 +159,7 @@ impl Ring {
         } else {
             self.enter_waiting(1, limit, 0);
         }
+        self.stale = false;
         if !self.to_release.is_empty() {
             self.release_waiting();
         }
