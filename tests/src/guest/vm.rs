@@ -155,7 +155,7 @@ impl VmBuilder {
         let cpu = if self.assets.accel == "kvm" { "host" } else { "max" };
         let memory = format!("{}M", self.memory_mib);
         let mut kernel_line = format!(
-            "console=ttyS0 quiet panic=-1 mitigations=off nokaslr tsc=reliable ipv6.disable=1 apparmor=0 audit=0 initcall_blacklist={SKIPPED_INITCALLS}"
+            "console=ttyS0 quiet panic=-1 mitigations=off nokaslr no_timer_check tsc=reliable ipv6.disable=1 apparmor=0 audit=0 initcall_blacklist={SKIPPED_INITCALLS}"
         );
         if let Some(root) = &self.root {
             kernel_line.push_str(&format!(" agent_root={root}"));
