@@ -73,9 +73,12 @@ impl<S: Storage> Qcow2<S> {
         )
     }
 
-    /// With lazy refcounts, the dirty bit must be set before refcounts may lag behind.
+    /// With lazy refcounts, the dirty bit must be set before refcounts may lag behind. A failure poisons the image.
     async fn prepare_counts(&self) -> Result<()> {
-        if self.lazy_refcounts && !self.is_lazy() { self.set_dirty_bit().await } else { Ok(()) }
+        if !self.lazy_refcounts || self.is_lazy() {
+            return Ok(());
+        }
+        self.set_dirty_bit().await.map_err(|e| self.poison(e))
     }
 
     /// The references that an entry holds.
