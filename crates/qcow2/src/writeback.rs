@@ -128,6 +128,8 @@ impl<S: Storage> Qcow2<S> {
     pub(crate) async fn write_blocks(&self) -> Result<()> {
         // Growth writes blocks too; the same block must not be written twice at once.
         let _one = self.space.one_writer().await;
+        // Growth may just have failed: what counts on its blocks must not reach the file.
+        self.check_writable()?;
         let (writes, indexes) = {
             let mut state = self.space.state();
             let dirty = std::mem::take(&mut state.dirty);
