@@ -1,13 +1,16 @@
 //! Every request to the storage fails in turn, once or from then on: nothing hangs, who asked is told, an image that may
 //! have lost metadata takes no more changes, and what is left behind is sound.
 
-use bedplate_model::{Budget, Profile, Recorded, Spec, check_image, examine, for_seeds, record, seeds, verify_now};
+use bedplate_model::{
+    Budget, Profile, Recorded, Spec, check_image, examine, for_seeds, record, seeds, verify_now,
+};
 use bedplate_sim::{Fault, OpKind, Rng};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 
-const SHORT: Profile = Profile { operations: 12, tasks: 3, area: 1 << 14, max_delay: 2, ..Profile::MIXED };
+const SHORT: Profile =
+    Profile { operations: 12, tasks: 3, area: 1 << 14, max_delay: 2, ..Profile::MIXED };
 
 /// Crash states of a run with a fault.
 const FEW: Budget = Budget { points: 5, states: 4, use_one_in: 10, qemu_one_in: 0 };
@@ -39,7 +42,9 @@ fn sweep(kind: OpKind, profile: Profile, runs: u64, judge: fn(&Recorded) -> Resu
                     break;
                 }
                 struck += 1;
-                judge(&run).and_then(|()| sound(&run, seed + n)).map_err(|e| what(story(&run, e)))?;
+                judge(&run)
+                    .and_then(|()| sound(&run, seed + n))
+                    .map_err(|e| what(story(&run, e)))?;
             }
         }
         Ok(())
@@ -141,7 +146,8 @@ fn a_file_that_can_not_be_cut_when_it_is_closed_is_sound_all_the_same() {
 fn i6_after_a_fault_and_a_power_cut_every_sector_is_as_it_may_be() {
     for_seeds("a fault and a power cut", seeds(30, 150), |seed| {
         let mut rng = Rng::new(seed);
-        let kind = [OpKind::Write, OpKind::Write, OpKind::Sync, OpKind::Read][rng.below(4) as usize];
+        let kind =
+            [OpKind::Write, OpKind::Write, OpKind::Sync, OpKind::Read][rng.below(4) as usize];
         let mut fault = Fault::nth_of(kind, rng.below(60), EIO);
         if rng.chance(50) {
             fault = fault.torn();

@@ -202,6 +202,8 @@ impl Run {
                 return Err(format!("a request failed: {failure:#}"));
             }
             self.stats.failed += 1;
+            // A failed read of a refcount block leaves what was to be freed by it.
+            self.leaky = true;
         }
         let effects: Vec<&Effect> = done.iter().flat_map(|d| &d.effects).collect();
         for (at, bytes) in done.iter().filter_map(|d| d.read.as_ref()) {
