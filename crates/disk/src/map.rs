@@ -72,8 +72,11 @@ impl<S: Storage> Disk<S> {
                         return Ok(MapRun { len, present: true, zero: true, ..run });
                     }
                     Mapping::Data { host, len, .. } => {
+                        // A cluster can lie in a hole of its file.
+                        let extent = image.storage().extent(host, len).await?;
+                        let (zero, len) = (!extent.data, extent.len.min(len));
                         let offset = Some(host);
-                        return Ok(MapRun { len, present: true, data: true, offset, ..run });
+                        return Ok(MapRun { len, present: true, zero, data: true, offset, ..run });
                     }
                     Mapping::Compressed { len, .. } => {
                         let run = MapRun { len, present: true, data: true, ..run };

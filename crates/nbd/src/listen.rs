@@ -11,6 +11,7 @@ use std::net::TcpListener;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// A listening socket and the address it is reached at.
 pub(crate) struct Bound {
@@ -53,16 +54,28 @@ fn bind_unix(path: &Path) -> io::Result<UnixListener> {
             "a file that is no socket has this name; remove it or choose another",
         ));
     }
-    match UnixStream::connect(path) {
-        Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
-            tracing::info!("taking over the socket '{}' of a dead server", path.display());
-            fs::remove_file(path)?;
-            UnixListener::bind(path)
-        }
-        _ => Err(io::Error::new(
+    if !becomes_dead(path) {
+        return Err(io::Error::new(
             io::ErrorKind::AddrInUse,
             "another server listens there; stop it or choose another path",
-        )),
+        ));
+    }
+    tracing::info!("taking over the socket '{}' of a dead server", path.display());
+    fs::remove_file(path)?;
+    UnixListener::bind(path)
+}
+
+/// Whether nobody listens at the socket. The ring of a server that was killed keeps its sockets open for a moment, so
+/// that one can still connect to them: who comes right after that, as service managers do, waits for it.
+fn becomes_dead(path: &Path) -> bool {
+    let mut pause = Duration::from_millis(10);
+    loop {
+        match UnixStream::connect(path) {
+            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => return true,
+            Ok(_) if pause < Duration::from_secs(1) => std::thread::sleep(pause),
+            _ => return false,
+        }
+        pause *= 2;
     }
 }
 

@@ -18,7 +18,7 @@ fn qcow2_images_are_what_qemu_img_would_make() -> Result<()> {
         ("compat=0.10", "3M"),
         ("compat=v3,lazy_refcounts=on,refcount_bits=64", "1000001"),
         ("compression_type=zstd,cluster_size=4K", "1.5G"),
-        ("preallocation=off,size=4M", "2M"),
+        ("preallocation=off,extended_l2=off", "2M"),
     ] {
         bench.run(&["create", "-o", options, "ours.qcow2", size])?.ok()?;
         bench.tool(
@@ -97,7 +97,7 @@ fn what_cannot_be_is_refused_and_nothing_is_left_behind() -> Result<()> {
     over(&[], &["size"])?;
     over(&["-b", "base.qcow2"], &["base.qcow2", "-F raw or -F qcow2"])?;
     over(&["-b", "none.raw", "-F", "raw"], &["none.raw", "No such file", "relative"])?;
-    over(&["-b", "", "-F", "raw", "1M"], &["0 bytes long"])?;
+    over(&["-o", "backing_file=", "-F", "raw", "1M"], &["0 bytes long"])?;
     over(&["-b", &"x".repeat(1024), "-F", "raw", "-u", "1M"], &["1024 bytes long", "1023"])?;
     over(&["-b", "json:{}", "-F", "raw", "-u", "1M"], &["not a plain path"])?;
     over(&["-b", "nbd://h/x", "-F", "raw", "1M"], &["not a plain path"])?;

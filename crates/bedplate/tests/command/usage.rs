@@ -42,7 +42,7 @@ fn wrong_usage_ends_with_2_but_a_check_never_seems_to_find_corruption() -> Resul
         (&["create", "-f", "vmdk", "a", "1M"], 2),
         (&["create", "a.raw", "1Q"], 2),
         (&["serve", "a.raw"], 2),
-        (&["serve", "a.raw", "--nbd", "x:y:z:0"], 2),
+        (&["serve", "a.raw", "--nbd", "unix:"], 2),
         (&["serve", "null:1G", "--vhost-user-blk", "s", "--queues", "65"], 2),
         (&["serve", "a.raw", "--nbd", "./s", "--force-share"], 2),
         (&["info", "--output=xml", "a.raw"], 2),
