@@ -40,10 +40,18 @@ fn main() -> ExitCode {
         // Who closed the pipe wants no more, and no words about it.
         Err(Failure::BrokenPipe) => ExitCode::SUCCESS,
         Err(Failure::Code(code, e)) => {
-            eprintln!("bedplate: {e:#}");
+            eprintln!("bedplate: {}", harmless(&format!("{e:#}")));
             ExitCode::from(code)
         }
     }
+}
+
+/// The text in one line: names that an image holds can have control characters, and those could play with the
+/// terminal.
+fn harmless(text: &str) -> String {
+    text.chars()
+        .flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] })
+        .collect()
 }
 
 /// Help, version, or a mistake in the words of the command line.

@@ -45,10 +45,10 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", value_parser = queues(), requires = "vhost_user_blk")]
     queue_threads: Option<u16>,
     /// Entries that a queue may have, a power of two
-    #[arg(long, value_name = "N", default_value_t = limits::MAX_QUEUE_SIZE, requires = "vhost_user_blk")]
+    #[arg(long, value_name = "N", default_value_t = limits::MAX_QUEUE_SIZE, value_parser = queue_size, requires = "vhost_user_blk")]
     queue_size: u16,
     /// Serial number that the guest sees, at most 20 bytes
-    #[arg(long, value_name = "TEXT", default_value = "", value_parser = serial, requires = "vhost_user_blk")]
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true, value_parser = serial, requires = "vhost_user_blk")]
     serial: String,
     /// Microseconds that a thread looks for requests before it sleeps; 0 saves CPU time, more saves latency
     #[arg(long, value_name = "USECS", default_value_t = 50, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
@@ -56,8 +56,14 @@ pub struct ServeArgs {
     /// Serve over NBD at unix:PATH (or a path with a slash in it) or HOST:PORT
     #[arg(long, value_name = "ADDR")]
     nbd: Vec<NbdAddr>,
-    /// Name of the NBD export
-    #[arg(long, value_name = "NAME", default_value = "", requires = "nbd")]
+    /// Name of the NBD export [default: the empty name]
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "",
+        hide_default_value = true,
+        requires = "nbd"
+    )]
     export_name: String,
     /// Refuse all changes
     #[arg(short, long)]
@@ -74,7 +80,7 @@ pub struct ServeArgs {
     /// Serve although another program is writing to the image; needs --read-only
     #[arg(short = 'U', long, requires = "read_only")]
     force_share: bool,
-    /// Memory for qcow2 L2 tables
+    /// Memory for qcow2 L2 tables [default: 128M, which maps 1 TiB in clusters of 64 KiB]
     #[arg(long, value_name = "SIZE", value_parser = cli::size)]
     l2_cache_size: Option<ByteLen>,
     #[command(flatten)]
@@ -99,7 +105,6 @@ Limits:
   NBD: connections                  {clients}
   NBD: bytes of one read or write   {request} MiB
   NBD: bytes of an export's name    {string}
-  memory for L2 tables              {l2} MiB by default, which maps 1 TiB in clusters of 64 KiB
 
 Examples:
   bedplate serve --vhost-user-blk /run/disk.sock --queues 4 disk.qcow2
@@ -113,7 +118,6 @@ Examples:
         clients = limits::MAX_NBD_CLIENTS,
         request = limits::MAX_NBD_REQUEST >> 20,
         string = limits::MAX_NBD_STRING,
-        l2 = limits::DEFAULT_L2_CACHE_BYTES >> 20,
     )
 }
 
@@ -122,6 +126,13 @@ const SERIAL_BYTES: usize = 20;
 
 fn queues() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(1..=limits::MAX_QUEUES as i64)
+}
+
+fn queue_size(text: &str) -> Result<u16, String> {
+    match text.parse::<u16>() {
+        Ok(n) if n.is_power_of_two() && n <= limits::MAX_QUEUE_SIZE => Ok(n),
+        _ => Err(format!("a power of two up to {} is needed", limits::MAX_QUEUE_SIZE)),
+    }
 }
 
 fn serial(text: &str) -> Result<String, String> {

@@ -64,3 +64,18 @@ fn backing_files_are_opened_only_when_allowed_and_of_a_stated_format() -> Result
     bench.run(&["map", "--allow-backing", "--backing-format", "raw", "a.qcow2"])?.ok()?;
     Ok(())
 }
+
+#[test]
+fn what_an_image_says_cannot_play_with_the_terminal() -> Result<()> {
+    let bench = Bench::new()?;
+    let name = "\x1b]0;title\x07\nbedplate, all is well";
+    bench.run(&["create", "-u", "-b", name, "-F", "raw", "a.qcow2", "1M"])?.ok()?;
+    let info = bench.run(&["info", "a.qcow2"])?.ok()?.out;
+    ensure!(!info.contains(['\x1b', '\x07']) && !info.contains("\nbedplate"), "{info:?}");
+    for args in [&["map", "a.qcow2"][..], &["map", "--allow-backing", "a.qcow2"]] {
+        let ended = bench.run(args)?;
+        ensure!(!ended.err.contains(['\x1b', '\x07']), "{ended:?}");
+        ended.fails(1, &["all is well"])?;
+    }
+    Ok(())
+}

@@ -210,6 +210,59 @@ fn json_tells_how_to_attach_and_what_was_asked() -> Result<()> {
 }
 
 #[test]
+fn a_chain_reads_as_it_does_for_qemu() -> Result<()> {
+    if !has_or_skip("a_chain_reads_as_it_does_for_qemu", "qemu-img") {
+        return Ok(());
+    }
+    let bench = Bench::new()?;
+    bench.run(&["create", "c.raw", "3M"])?.ok()?;
+    bench.tool("qemu-io", &["-f", "raw", "-c", "write -P 1 0 3M", "c.raw"])?;
+    bench.run(&["create", "-b", "c.raw", "-F", "raw", "b.qcow2", "2M"])?.ok()?;
+    bench.tool("qemu-io", &["-f", "qcow2", "-c", "write -P 2 1000 300k", "b.qcow2"])?;
+    // Longer again than the one below: what lies beyond that one's end must not show through from the lowest.
+    bench
+        .run(&["create", "-o", "cluster_size=4k", "-b", "b.qcow2", "-F", "qcow2", "a.qcow2", "5M"])?
+        .ok()?;
+    bench.tool(
+        "qemu-io",
+        &["-f", "qcow2", "-c", "write -P 3 1M 5000", "-c", "write -z 64k 64k", "a.qcow2"],
+    )?;
+    let serving = Serving::start(&bench, &["--nbd", "./s", "--allow-backing", "-r", "a.qcow2"])?;
+    ensure!(
+        serving.hello.contains("over b.qcow2 (qcow2)")
+            && serving.hello.contains("over c.raw (raw)")
+    );
+    let args = ["compare", "-U", "-f", "raw", "-F", "qcow2", uri(&serving.hello)?, "a.qcow2"];
+    bench.tool("qemu-img", &args)?;
+    serving.stop()?;
+    Ok(())
+}
+
+#[test]
+fn the_service_manager_is_told_when_it_is_ready_and_when_it_stops() -> Result<()> {
+    let bench = Bench::new()?;
+    let path = bench.path("notify");
+    let socket = std::os::unix::net::UnixDatagram::bind(&path)?;
+    let mut child = bench
+        .command(&["serve", "--nbd", "./s", "null:1G"])
+        .env("NOTIFY_SOCKET", &path)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()?;
+    let mut told = [0; 64];
+    let mut next = || -> Result<String> {
+        let n = socket.recv(&mut told)?;
+        Ok(String::from_utf8_lossy(&told[..n]).into_owned())
+    };
+    assert_eq!(next()?, "READY=1\n");
+    ensure!(bench.path("s").exists(), "clients can connect");
+    kill_process(Pid::from_child(&child), Signal::INT)?;
+    assert_eq!(next()?, "STOPPING=1\n");
+    ensure!(child.wait()?.success());
+    Ok(())
+}
+
+#[test]
 fn an_image_that_was_not_closed_is_served_again_and_clean_afterwards() -> Result<()> {
     if !has_or_skip("an_image_that_was_not_closed_is_served_again", "qemu-io") {
         return Ok(());
