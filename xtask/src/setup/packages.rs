@@ -32,6 +32,7 @@ const NEEDS: &[Need] = &[
     need("debugfs", "e2fsprogs", "reads a guest's file from the image"),
     need("blkdiscard", "util-linux", "trims from within the guest"),
     need("fstrim", "util-linux", "trims from within the guest"),
+    need("mount", "mount", "mounts the benchmark's XFS"),
     need("busybox", "busybox-static", "the guest's ordinary commands"),
     need("dash", "dash", "the guest's shell"),
     need("depmod", "kmod", "finds which kernel modules belong together"),
