@@ -16,6 +16,8 @@ const BLOCK: usize = 4096;
 /// Blocks of one queue; they lie apart, so that most first writes need a cluster.
 const BLOCKS: usize = 1200;
 const KILLS: usize = 50;
+/// A server that has not answered for this long is taken for dead.
+const GONE: Duration = Duration::from_millis(700);
 
 /// What one queue knows about one of its blocks.
 #[derive(Clone, Copy, Default)]
@@ -101,6 +103,8 @@ fn kill_again_and_again(format: &str) -> Result<()> {
         let (stop, pause) = (AtomicBool::new(false), Duration::from_millis(10 + random.below(250)));
         std::thread::scope(|scope| -> Result<()> {
             for (number, (queue, known)) in queues.iter_mut().zip(&mut known).enumerate() {
+                // A killed server does not answer; it is no use to wait for long.
+                queue.set_patience(GONE);
                 let (mut random, stop) = (Random::new(random.bits()), &stop);
                 scope.spawn(move || load(queue, number, known, &mut random, stop));
             }

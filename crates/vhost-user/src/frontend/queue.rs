@@ -45,6 +45,7 @@ pub struct Queue {
     room: (u64, u64),
     kick: EventFd,
     call: EventFd,
+    patience: Duration,
 }
 
 impl Queue {
@@ -67,7 +68,12 @@ impl Queue {
         };
         let ring = DriverQueue::new(&memory, at, size, event_idx);
         let room = (at + taken, len - taken);
-        Ok(Self { index, ring, memory, room, kick: event()?, call: event()? })
+        Ok(Self { index, ring, memory, room, kick: event()?, call: event()?, patience: PATIENCE })
+    }
+
+    /// Sets how long an answer may take before the back end counts as gone; for tests that kill it.
+    pub fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
     }
 
     /// Its number.
@@ -148,9 +154,9 @@ impl Queue {
     /// Waits for the next chain that comes back.
     ///
     /// # Errors
-    /// `Cancelled` when none comes in half a minute.
+    /// `Cancelled` when none comes in half a minute, or the time set with [`Self::set_patience`].
     pub fn wait(&mut self) -> Result<Used> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + self.patience;
         loop {
             if let Some(used) = self.ring.take_used() {
                 return Ok(used);
