@@ -122,6 +122,9 @@ impl<S: Storage> Qcow2<S> {
         let word = self.tables.l1(index);
         let fault = match self.tables.codec.l1(word) {
             Ok(L1Entry::Unallocated) => return None,
+            Ok(L1Entry::Table { host, .. }) if self.space.is_contested(host) => {
+                "another structure of the image lies there too".to_string()
+            }
             Ok(L1Entry::Table { host, .. }) if self.space.contains(host, self.tables.cluster()) => {
                 return None;
             }

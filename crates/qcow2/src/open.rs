@@ -73,6 +73,7 @@ impl<S: Storage> Qcow2<S> {
                 table_clusters: 0,
                 file_len: storage.len(),
                 metadata: HashSet::new(),
+                contested: HashSet::new(),
                 cache_bytes: ByteLen::ZERO,
             }
         };
@@ -140,29 +141,30 @@ async fn find_space<S: Storage>(
     let table =
         words(&read_bytes(storage, header.refcount_table_offset, table_bytes as usize).await?);
     let counts = header.refcounts()?;
-    let mut metadata = HashSet::from([0]);
-    let mut add = |at: HostOffset, len: u64| {
-        let first = geo.host_cluster(at);
-        metadata.extend(first..first.saturating_add(len.div_ceil(geo.cluster_size())));
-    };
-    add(header.l1_offset, l1.len() as u64 * ENTRY_BYTES);
-    add(header.refcount_table_offset, table_bytes);
+    let mut claims = Claims { geo, metadata: HashSet::from([0]), contested: HashSet::new() };
+    claims.add(header.l1_offset, l1.len() as u64 * ENTRY_BYTES);
+    claims.add(header.refcount_table_offset, table_bytes);
+    if !claims.contested.is_empty() {
+        let text =
+            "its L1 table and its refcount table overlap; repair it with 'qemu-img check -r all'";
+        return Err(Error::new(ErrorKind::Corrupt, text));
+    }
     for word in &table {
         if let Ok(Some(at)) = counts.table_entry(*word) {
-            add(at, 1);
+            claims.add(at, 1);
         }
     }
     for word in l1 {
         if let Ok(L1Entry::Table { host, .. }) = codec.l1(*word) {
-            add(host, 1);
+            claims.add(host, 1);
         }
     }
     if header.nb_snapshots > 0 {
         let (snapshots, len) = read_snapshots(storage, header).await?;
-        add(header.snapshots_offset, len as u64);
+        claims.add(header.snapshots_offset, len as u64);
         for snapshot in &snapshots {
             if snapshot.check_l1(geo).is_ok() {
-                add(snapshot.l1_offset, u64::from(snapshot.l1_size) * ENTRY_BYTES);
+                claims.add(snapshot.l1_offset, u64::from(snapshot.l1_size) * ENTRY_BYTES);
             }
         }
     }
@@ -171,9 +173,28 @@ async fn find_space<S: Storage>(
         table_at: header.refcount_table_offset,
         table_clusters,
         file_len: storage.len(),
-        metadata,
+        metadata: claims.metadata,
+        contested: claims.contested,
         cache_bytes: options.refcount_cache,
     })
+}
+
+/// Who lies where, as the tables say.
+struct Claims {
+    geo: Geometry,
+    metadata: HashSet<u64>,
+    contested: HashSet<u64>,
+}
+
+impl Claims {
+    fn add(&mut self, at: HostOffset, len: u64) {
+        let first = self.geo.host_cluster(at);
+        for cluster in first..first.saturating_add(len.div_ceil(self.geo.cluster_size())) {
+            if !self.metadata.insert(cluster) {
+                self.contested.insert(cluster);
+            }
+        }
+    }
 }
 
 /// The image's internal snapshots, and the length of their table in bytes.

@@ -18,6 +18,8 @@ const REFCOUNT_BLOCK: u64 = 2 * CLUSTER;
 const L1: u64 = 3 * CLUSTER;
 const L2: u64 = 4 * CLUSTER;
 const COPIED: u64 = 1 << 63;
+const SIZE: u64 = 1 << 30;
+const FAR: u64 = 100 << 20;
 
 /// The first L2 table of an image.
 pub fn l2_table(image: &Path) -> Result<u64> {
@@ -28,7 +30,7 @@ pub fn l2_table(image: &Path) -> Result<u64> {
 /// An image whose first clusters QEMU has written (or, without `commands`, an empty one), at the places named above.
 fn image(folder: &Folder, commands: &[&str]) -> Result<std::path::PathBuf> {
     let image = folder.path("image");
-    create(&image, "compat=1.1", 64 << 20)?;
+    create(&image, "compat=1.1", SIZE)?;
     if !commands.is_empty() {
         qemu_io(&image, Format::Qcow2, commands)?;
         ensure!(l2_table(&image)? == L2, "QEMU has put the L2 table elsewhere");
@@ -43,6 +45,8 @@ fn image(folder: &Folder, commands: &[&str]) -> Result<std::path::PathBuf> {
 enum Act {
     Read,
     Write,
+    /// To a cluster that nothing is known about.
+    WriteFar,
     Zero,
     Discard,
 }
@@ -53,6 +57,7 @@ async fn act(disk: &FileDisk, what: Act) -> Result<()> {
         Act::Read => read(disk, 0, 4096).await.map(drop),
         // A part of a cluster, so that old content would be read too.
         Act::Write => write(disk, 512, &[0xee; 4096]).await,
+        Act::WriteFar => write(disk, FAR, &[0xee; 4096]).await,
         Act::Zero => {
             Ok(disk.write_zeroes(at, len, ZeroMode { unmap: true, fast_only: false }).await?)
         }
@@ -91,6 +96,7 @@ fn ends_in_an_error(image: &Path, what: Act) -> Result<()> {
 /// What was wrong, the bytes that make it so, and what notices.
 type Case = (&'static str, u64, u64, &'static [Act]);
 
+const ANY_WRITE: &[Act] = &[Act::Write, Act::WriteFar, Act::Zero];
 const READ_AND_WRITE: &[Act] = &[Act::Read, Act::Write, Act::Zero, Act::Discard];
 
 #[test]
@@ -127,14 +133,10 @@ fn mapping_tables_that_point_nowhere_end_in_an_error() -> Result<()> {
             COPIED | 1 << 62 | 0x5_0000,
             READ_AND_WRITE,
         ),
-        (
-            "an L2 table that is a refcount block",
-            L1,
-            COPIED | REFCOUNT_BLOCK,
-            &[Act::Write, Act::Zero],
-        ),
-        ("an L2 table that is the L1 table", L1, COPIED | L1, &[Act::Write]),
-        ("an L2 table that is the refcount table", L1, COPIED | REFCOUNT_TABLE, &[Act::Write]),
+        ("an L2 table that is a refcount block", L1, COPIED | REFCOUNT_BLOCK, ANY_WRITE),
+        ("an L2 table that is the L1 table", L1, COPIED | L1, ANY_WRITE),
+        ("an L2 table that is the refcount table", L1, COPIED | REFCOUNT_TABLE, ANY_WRITE),
+        ("an L2 table for two parts of the disk", L1 + 8, COPIED | L2, ANY_WRITE),
     ];
     for (story, at, word, acts) in cases {
         for what in *acts {
@@ -163,6 +165,13 @@ fn refcounts_that_call_metadata_free_never_let_it_be_overwritten() -> Result<()>
         ("a refcount block that is not aligned", REFCOUNT_TABLE, 0x2a00, &[Act::Write]),
         ("a refcount block past the end of the file", REFCOUNT_TABLE, 1 << 36, &[Act::Write]),
         ("a refcount block with reserved bits", REFCOUNT_TABLE, REFCOUNT_BLOCK | 1, &[Act::Write]),
+        ("a refcount block that is the L1 table", REFCOUNT_TABLE, L1, &[Act::Write]),
+        (
+            "a refcount block for two parts of the file",
+            REFCOUNT_TABLE + 8,
+            REFCOUNT_BLOCK,
+            &[Act::Write],
+        ),
     ];
     for (story, at, word, acts) in cases {
         for what in *acts {
@@ -173,6 +182,17 @@ fn refcounts_that_call_metadata_free_never_let_it_be_overwritten() -> Result<()>
         }
     }
     Ok(())
+}
+
+#[test]
+fn an_l1_table_in_the_refcount_table_is_refused_for_writing() -> Result<()> {
+    if !have_qemu("an_l1_table_in_the_refcount_table_is_refused_for_writing") {
+        return Ok(());
+    }
+    let folder = Folder::new()?;
+    let image = image(&folder, &["write -P 1 0 64k"])?;
+    poke(&image, 40, &REFCOUNT_TABLE.to_be_bytes())?;
+    refuses(&image, false, "overlap")
 }
 
 /// A compressed cluster was written to offset 0 elsewhere; here a compressed cluster is to be replaced.

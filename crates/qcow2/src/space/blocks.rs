@@ -121,7 +121,8 @@ impl<S: Storage> Qcow2<S> {
                 }
             };
             let good = matches!(self.space.counts.table_entry(at.get()), Ok(Some(_)))
-                && self.space.contains(at, self.tables.cluster());
+                && self.space.contains(at, self.tables.cluster())
+                && !self.space.is_contested(at);
             if !good {
                 let e = Error::new(
                     ErrorKind::Corrupt,

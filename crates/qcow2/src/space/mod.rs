@@ -39,6 +39,8 @@ pub(crate) struct Space {
     end: AtomicU64,
     /// Clusters that hold metadata: nothing may be allocated there, and no data entry may point there.
     metadata: RwLock<HashSet<u64>>,
+    /// Clusters that two structures claimed when the image was opened: a change of one would damage the other.
+    contested: HashSet<u64>,
     /// One writer of the refcount structures at a time; held across I/O by design.
     growth: AsyncMutex<()>,
     leases: Box<[Mutex<Lease>]>,
@@ -76,6 +78,7 @@ pub(crate) struct Found {
     pub(crate) table_clusters: u64,
     pub(crate) file_len: ByteLen,
     pub(crate) metadata: HashSet<u64>,
+    pub(crate) contested: HashSet<u64>,
     pub(crate) cache_bytes: ByteLen,
 }
 
@@ -102,6 +105,7 @@ impl Space {
             }),
             end: AtomicU64::new(end),
             metadata: RwLock::new(found.metadata),
+            contested: found.contested,
             growth: AsyncMutex::new(()),
             leases: (0..LEASES).map(|_| Mutex::default()).collect(),
             freed: Mutex::default(),
@@ -147,6 +151,11 @@ impl Space {
     pub(crate) fn is_metadata(&self, host: HostOffset) -> bool {
         let cluster = self.cluster_of(host);
         self.metadata.read().unwrap_or_else(PoisonError::into_inner).contains(&cluster)
+    }
+
+    /// True when a second structure of the image lies in this cluster.
+    pub(crate) fn is_contested(&self, host: HostOffset) -> bool {
+        self.contested.contains(&self.cluster_of(host))
     }
 
     /// Records clusters that hold metadata from now on.
