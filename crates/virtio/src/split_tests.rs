@@ -206,3 +206,71 @@ fn a_queue_goes_on_where_the_last_device_stopped() {
     r.queue.publish();
     assert_eq!(r.driver.take_used().map(|u| u.len), Some(9));
 }
+
+/// Bits that are the same in every run.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// Mostly sensible, sometimes anything.
+    fn of(&mut self, sensible: u64) -> u64 {
+        let bits = self.next();
+        if bits.is_multiple_of(8) { self.next() >> (bits >> 3 & 63) } else { bits >> 8 & sensible }
+    }
+}
+
+#[test]
+fn random_rings_never_leave_guest_memory_and_every_chain_ends() {
+    let limits = crate::blk::Limits {
+        capacity: 1 << 20,
+        read_only: false,
+        discard: true,
+        max_discard_sectors: 1 << 12,
+        max_discard_segments: 16,
+    };
+    let mut random = Random(0x1234_5678_9abc_def1);
+    let (mut chains, mut malformed, mut broken) = (0, 0, 0);
+    let mut r = rig(16, false);
+    for _ in 0..20_000 {
+        for i in 0..16 {
+            let (addr, len) = (random.of(0xf_fff0), random.of(0xff0) as u32);
+            r.desc(i, addr, len, random.of(7) as u16, random.of(15) as u16);
+        }
+        // Indirect tables are wherever descriptors point; give them something to find.
+        let at = random.next() & 0xf_ff00;
+        let words = [random.of(0xf_fff0), random.of(0x0003_0007_0000_0fff)];
+        r.memory.write(at, &words.map(u64::to_le_bytes).concat());
+        r.driver.add(random.of(15) as u16);
+        r.driver.publish();
+        match r.pop() {
+            Ok(Pop::Empty) => panic!("a chain was made available"),
+            Ok(Pop::Chain(head, readable)) => {
+                chains += 1;
+                let all = r.memory.at(0, 0).addr();
+                assert!(readable <= r.segs.len() && r.segs.len() <= MAX_CHAIN);
+                for s in &r.segs {
+                    let start = s.iov_base.addr();
+                    assert!(start >= all && s.iov_len <= (1 << 20) - (start - all));
+                }
+                let _ = crate::blk::parse(&mut r.segs, readable, &limits);
+                r.queue.push_used(head, 0);
+            }
+            Ok(Pop::Malformed(head, _)) => {
+                malformed += 1;
+                r.queue.push_used(head, 0);
+            }
+            Err(_) => {
+                broken += 1;
+                r = rig(16, false);
+            }
+        }
+        r.queue.publish();
+    }
+    assert!(chains > 1000 && malformed > 1000 && broken > 100, "{chains} {malformed} {broken}");
+}

@@ -357,3 +357,54 @@ fn options_that_cannot_be_are_refused() {
         assert_eq!(start(bad).unwrap_err().kind(), ErrorKind::InvalidInput);
     }
 }
+
+/// Bits that are the same in every run.
+fn next(random: &mut u64) -> u64 {
+    *random ^= *random << 13;
+    *random ^= *random >> 7;
+    *random ^= *random << 17;
+    *random
+}
+
+#[test]
+fn random_messages_never_stop_the_server() {
+    let options = BlkOptions { queues: 4, threads: 2, ..BlkOptions::default() };
+    let rig = Rig::with(options, |d| raw(d, false));
+    let file = memfd(1 << 20);
+    let event = vmm_sys_util::eventfd::EventFd::new(0).expect("eventfd");
+    let mut random = 0x9e37_79b9_7f4a_7c15;
+    for round in 0..300 {
+        let mut raw = Raw::connect(&rig);
+        let patience = std::time::Duration::from_millis(200);
+        raw.0.set_read_timeout(Some(patience)).expect("timeout");
+        for _ in 0..20 {
+            let code = (next(&mut random) % 44) as u32;
+            // Small numbers and half-sensible addresses get further than plain noise.
+            let word = |r: &mut u64| match next(r) % 4 {
+                0 => next(r) % 5,
+                1 => next(r) & 0xf_f000,
+                2 => 1 << (next(r) % 64),
+                _ => next(r),
+            };
+            let len = [0, 8, 8, 12, 40, 40, 16, 20][(next(&mut random) % 8) as usize];
+            let body = (0..5).map(|_| word(&mut random)).collect::<Vec<_>>();
+            let fds = [fd(&file), fd(&event)];
+            let fds = match next(&mut random) % 4 {
+                0 => &fds[..1],
+                1 => &fds[1..],
+                _ => &fds[..0],
+            };
+            let mut message =
+                [code, 1 | (next(&mut random) as u32 & 8), len].map(u32::to_ne_bytes).concat();
+            message.extend(&words(&body)[..len as usize]);
+            if raw.try_send(&message, fds).is_err() {
+                break;
+            }
+        }
+        if round % 20 == 0 {
+            drop(raw);
+            let (_client, mut q) = rig.one();
+            works(&mut q);
+        }
+    }
+}

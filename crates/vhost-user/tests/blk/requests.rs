@@ -1,6 +1,7 @@
 //! Good requests: what is written is read, in every layout, and the used length is right.
 
-use crate::rig::{Rig, SIZE, raw};
+use crate::rig::{Rig, SIZE, cached, raw};
+use bedplate_types::CacheMode;
 use bedplate_vhost_user::BlkOptions;
 use bedplate_vhost_user::frontend::ClientOptions;
 use bedplate_virtio::spec;
@@ -11,8 +12,9 @@ fn pattern(seed: usize, len: usize) -> Vec<u8> {
 
 #[test]
 fn what_is_written_is_on_the_host_and_is_read_back() {
-    for features in [u64::MAX, !spec::F_EVENT_IDX] {
-        let rig = Rig::raw();
+    let modes = [CacheMode::Writeback, CacheMode::None, CacheMode::Directsync, CacheMode::Unsafe];
+    for (features, mode) in [u64::MAX, !spec::F_EVENT_IDX].into_iter().cycle().zip(modes) {
+        let rig = Rig::with(BlkOptions::default(), |d| cached(d, false, mode));
         let options = ClientOptions { features, ..ClientOptions::default() };
         let mut client = rig.client(&options);
         let mut q = client.take_queues().pop().expect("queue");
@@ -23,6 +25,7 @@ fn what_is_written_is_on_the_host_and_is_read_back() {
             assert_eq!(rig.file()[at..at + len], data);
         }
         q.flush().expect("flush");
+        assert_eq!(client.features() & spec::BLK_F_FLUSH != 0, mode.write_cache(), "{mode:?}");
         let last = pattern(9, 512);
         q.write(SIZE - 512, &last).expect("write");
         assert_eq!(q.read(SIZE - 512, 512).expect("read"), last);
@@ -118,4 +121,27 @@ fn two_queues_on_one_or_two_threads_see_each_others_writes() {
         assert_eq!(queues[1].read(0, 4096).expect("read"), [1; 4096]);
         assert_eq!(queues[0].read(4096, 4096).expect("read"), [2; 4096]);
     }
+}
+
+#[test]
+fn unmapped_zeroes_give_space_back_and_others_keep_it() {
+    use std::os::unix::fs::MetadataExt;
+    let rig = Rig::raw();
+    let path = rig.dir.path().join("disk.raw");
+    let taken = || std::fs::metadata(&path).expect("metadata").blocks() * 512;
+    let (_client, mut q) = rig.one();
+    for i in 0..4 {
+        q.write(i << 20, &pattern(3, 1 << 20)).expect("write");
+    }
+    q.flush().expect("flush");
+    let full = taken();
+    q.write_zeroes(0, 2 << 20, false).expect("zero");
+    q.flush().expect("flush");
+    assert!(taken() >= full, "zeroes that may not be unmapped keep their space");
+    q.write_zeroes(0, 1 << 20, true).expect("zero");
+    assert!(taken() <= full - (1 << 20));
+    q.discard(1 << 20, 1 << 20).expect("discard");
+    assert!(taken() <= full - (2 << 20));
+    assert!(q.read(0, 2 << 20).expect("read").iter().all(|&b| b == 0));
+    assert_eq!(q.read(3 << 20, 1 << 20).expect("read"), pattern(3, 1 << 20));
 }

@@ -26,11 +26,15 @@ pub fn null(size: u64) -> TestDisk {
 }
 
 pub fn raw(dir: &tempfile::TempDir, read_only: bool) -> TestDisk {
+    cached(dir, read_only, CacheMode::Writeback)
+}
+
+/// A raw disk in a cache mode.
+pub fn cached(dir: &tempfile::TempDir, read_only: bool, cache: CacheMode) -> TestDisk {
     let path = dir.path().join("disk.raw");
     let mut how = std::fs::File::options();
     how.write(true).create(true).truncate(false);
     how.open(&path).and_then(|f| f.set_len(SIZE)).expect("create");
-    let cache = CacheMode::Writeback;
     let storage = FileStorage::open(&OpenOptions::new(path).read_only(read_only).cache(cache));
     let layers = vec![Layer::Raw(Arc::new(storage.expect("open")))];
     Disk::new("raw", layers, read_only, cache).expect("disk")
@@ -92,7 +96,16 @@ impl Raw {
             b.extend(word.to_ne_bytes());
         }
         b.extend(body);
-        self.0.send_with_fds(&[&b[..]], fds).expect("send");
+        self.try_send(&b, fds).expect("send");
+    }
+
+    /// Sends bytes and descriptors.
+    pub fn try_send(
+        &mut self,
+        bytes: &[u8],
+        fds: &[i32],
+    ) -> Result<usize, vmm_sys_util::errno::Error> {
+        self.0.send_with_fds(&[bytes], fds)
     }
 
     /// The body of the next reply, which must be one to `code`; None when the connection has ended.
