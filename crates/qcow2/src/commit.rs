@@ -134,7 +134,8 @@ impl<S: Storage> Qcow2<S> {
             .ok_or_else(|| Error::new(ErrorKind::NoSpace, "no cluster for an L2 table"))?;
         let host = self.space.offset_of(run.first);
         let copied = match old & OFFSET_MASK {
-            0 if run.zeroed => Ok(()),
+            // Also where the space is zero: a flush must find the file long enough to hold the table, and a full
+            // device must say so now.
             0 => self.write_all(vec![(host, vec![0; self.tables.cluster() as usize])]).await,
             table => self.copy_table(HostOffset::new(table), host).await,
         };

@@ -37,7 +37,7 @@ impl Space {
     }
 
     /// Looks through one block for clusters that nothing refers to. What they hold is unknown.
-    fn scan_block(&self, state: &mut State, index: u64) {
+    pub(super) fn scan_block(&self, state: &mut State, index: u64) {
         let first = state.scan;
         let end = self
             .counts

@@ -57,6 +57,14 @@ impl FreeMap {
         Some(FreeRun { first, clusters: n, zeroed })
     }
 
+    /// Takes the lowest run of at least `want` clusters, all of it.
+    pub(crate) fn take_long(&mut self, want: u64) -> Option<FreeRun> {
+        let long = |(_, (clusters, _)): &(&u64, &(u64, bool))| *clusters >= want;
+        let (&first, &(clusters, zeroed)) = self.runs.iter().find(long)?;
+        self.runs.remove(&first);
+        Some(FreeRun { first, clusters, zeroed })
+    }
+
     /// Takes the run that ends at `end`, if there is one.
     pub(crate) fn take_tail(&mut self, end: u64) -> Option<FreeRun> {
         let (&first, &(clusters, zeroed)) = self.runs.last_key_value()?;
@@ -86,6 +94,16 @@ mod tests {
         assert_eq!(map.take(100), Some(run(10, 6)));
         assert_eq!(map.take_tail(17), Some(FreeRun { zeroed: true, ..run(16, 1) }));
         assert_eq!(map.take(1), None);
+    }
+
+    #[test]
+    fn a_long_run_is_the_lowest_that_is_long_enough() {
+        let mut map = FreeMap::default();
+        map.insert(run(10, 2));
+        map.insert(run(20, 8));
+        assert_eq!(map.take_long(9), None);
+        assert_eq!(map.take_long(3), Some(run(20, 8)));
+        assert_eq!(map.take(5), Some(run(10, 2)));
     }
 
     #[test]

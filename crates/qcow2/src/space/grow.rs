@@ -9,7 +9,7 @@ use crate::format::ENTRY_BYTES;
 use crate::image::Qcow2;
 use bedplate_runtime::buf::{AlignedBuf, SharedBuf};
 use bedplate_storage::Storage;
-use bedplate_types::{Error, ErrorKind, HostOffset, Result, limits};
+use bedplate_types::{ByteLen, Error, ErrorKind, HostOffset, Result, limits};
 use std::collections::BTreeMap;
 
 /// Host space that the blocks made in one growth count ahead, and how many blocks that is at most.
@@ -28,6 +28,10 @@ struct Growth {
     first: u64,
     reserved: u64,
     used: u64,
+    /// They read as zeroes.
+    zeroed: bool,
+    /// They lie past what was the end.
+    extends: bool,
 }
 
 impl<S: Storage> Qcow2<S> {
@@ -54,6 +58,7 @@ impl<S: Storage> Qcow2<S> {
                 )
             })?
         };
+        self.check_room(&growth).await?;
         // The blocks that count the new clusters and exist already must be at hand before anything is changed.
         let mut existing = Vec::new();
         self.space.for_blocks(growth.first, growth.used, |i, _| {
@@ -87,6 +92,32 @@ impl<S: Storage> Qcow2<S> {
             }
         }
         result
+    }
+
+    /// Has the host allocate space past the end, while it can still say no without harm.
+    async fn check_room(&self, growth: &Growth) -> Result<()> {
+        if !growth.extends {
+            return Ok(());
+        }
+        let len = ByteLen::new(growth.reserved.saturating_mul(self.tables.cluster()));
+        let at = self.space.offset_of(growth.first);
+        match self.storage.allocate(at, len).await {
+            Err(e) if e.kind() == ErrorKind::NoSpace => {
+                let mut state = self.space.state();
+                if state.end == growth.first + growth.reserved {
+                    self.space.set_end(&mut state, growth.first);
+                } else {
+                    let (first, clusters) = (growth.first, growth.reserved);
+                    state.free.insert(FreeRun { first, clusters, zeroed: true });
+                }
+                Err(e.context(format!(
+                    "there is no space for the refcounts that '{}' needs to grow",
+                    self.storage.name()
+                )))
+            }
+            // Other hosts can't allocate ahead.
+            _ => Ok(()),
+        }
     }
 
     /// Brings an existing block into memory and keeps it there.
@@ -130,7 +161,7 @@ impl<S: Storage> Qcow2<S> {
             if growth.reserved > growth.used {
                 let first = growth.first + growth.used;
                 let clusters = growth.reserved - growth.used;
-                state.free.insert(FreeRun { first, clusters, zeroed: true });
+                state.free.insert(FreeRun { first, clusters, zeroed: growth.zeroed });
             }
             (state.table_at, state.table_clusters)
         };
@@ -220,14 +251,28 @@ impl Space {
         ahead + (table_clusters + ahead) / self.counts.entries_per_block() + 4
     }
 
-    /// True when the entry of block `index` and those of the blocks that would count the new blocks' own clusters
-    /// are not all in one sector of the table. A crash could then leave an entry without the one that its count
+    /// True when the entry of block `index` and those of the blocks that would count new blocks from cluster `first`
+    /// on are not all in one sector of the table. A crash could then leave an entry without the one that its count
     /// depends on, so the table is replaced as a whole instead.
-    fn apart(&self, state: &State, index: u64, ahead: u64) -> bool {
-        let last = state.end.saturating_add(self.reserve(0, ahead) - 1);
-        let (low, high) = (self.counts.position(state.end).0, self.counts.position(last).0);
+    fn apart(&self, state: &State, index: u64, first: u64, ahead: u64) -> bool {
+        let last = first.saturating_add(self.reserve(0, ahead) - 1);
+        let (low, high) = (self.counts.position(first).0, self.counts.position(last).0);
         (low..=high)
             .any(|i| i / SECTOR_ENTRIES != index / SECTOR_ENTRIES && state.block_at(i).is_none())
+    }
+
+    /// A long run of free clusters, if one is known or can be found without reading blocks.
+    fn take_long(&self, state: &mut State, want: u64) -> Option<FreeRun> {
+        loop {
+            if let Some(run) = state.free.take_long(want) {
+                return Some(run);
+            }
+            let (index, _) = self.counts.position(state.scan);
+            if state.scan >= state.scan_end || state.block_at(index).is_some() {
+                return None;
+            }
+            self.scan_block(state, index);
+        }
     }
 
     /// Decides where the new blocks (and table) go; reserves their clusters. `None` when the limit is reached.
@@ -239,20 +284,28 @@ impl Space {
         let capacity = state.table.len() as u64;
         let (top, _) = self.counts.position(state.end);
         let least = index.max(top) + ahead + 8;
-        let entries = if least > capacity {
-            least * 3 / 2
-        } else if self.apart(state, index, ahead) {
-            capacity
-        } else {
-            0
-        };
-        let table_clusters = entries.div_ceil(entries_per_cluster);
+        let larger = if least > capacity { least * 3 / 2 } else { capacity };
+        // Free space first: a device has nothing behind its end.
+        let most = larger.div_ceil(entries_per_cluster);
+        let most = most + self.reserve(most, ahead);
+        let run = self.take_long(state, most);
+        let at = run.map_or(state.end, |run| run.first);
+        let replace = least > capacity || self.apart(state, index, at, ahead);
+        let table_clusters = if replace { larger.div_ceil(entries_per_cluster) } else { 0 };
         if table_clusters * self.geo.cluster_size() > limits::MAX_REFTABLE_BYTES {
+            run.map(|run| state.free.insert(run));
             return None;
         }
         // Each block that counts reserved clusters takes one of them; a few more than needed do no harm.
         let reserved = table_clusters + self.reserve(table_clusters, ahead);
-        let first = self.extend(state, reserved)?;
+        let (first, zeroed) = match run {
+            Some(run) => {
+                let (first, clusters) = (run.first + reserved, run.clusters - reserved);
+                state.free.insert(FreeRun { first, clusters, ..run });
+                (run.first, run.zeroed)
+            }
+            None => (self.extend(state, reserved)?, true),
+        };
         let mut blocks = BTreeMap::new();
         let mut next = first + table_clusters;
         let end = first + reserved;
@@ -271,6 +324,7 @@ impl Space {
             }
         }
         let table = (table_clusters > 0).then_some((first, table_clusters));
-        Some(Growth { blocks, table, first, reserved, used: next - first })
+        let (used, extends) = (next - first, run.is_none());
+        Some(Growth { blocks, table, first, reserved, used, zeroed, extends })
     }
 }
