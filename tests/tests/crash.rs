@@ -20,6 +20,7 @@ fn survive(name: &str, profile: Profile, runs: u64) {
         done += 1;
         Ok(())
     });
+    println!("{name}: {states} states in {done} runs");
     assert!(states >= done * 250, "only {states} states in {done} runs");
     if !qemu::installed() {
         skip(name, "in part: no qemu-img to look at some of the states");
@@ -112,6 +113,17 @@ fn i1_i6_with_lazy_refcounts_the_image_is_repaired_when_it_is_opened() {
 #[test]
 fn i2_mappings_are_never_durable_before_their_data() {
     survive("copy-on-write over other layers", Profile { spec: backed, ..Profile::MIXED }, 25);
+}
+
+#[test]
+fn i6_with_more_metadata_than_the_caches_hold() {
+    let wide = Profile { spec: Spec::wide, area: 1 << 21, flush: 6, ..Profile::MIXED };
+    survive("small caches", wide, 10);
+}
+
+#[test]
+fn i2_i6_on_a_device_unused_space_holds_anything() {
+    survive("on a device", Profile { device: true, ..Profile::MIXED }, 12);
 }
 
 #[test]

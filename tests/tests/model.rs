@@ -12,7 +12,7 @@ const QEMU_ONE_IN: u64 = 100;
 fn any_sequence_of_operations_reads_like_a_byte_array() {
     for_seeds("sequence", seeds(10_000, 10_000), |seed| {
         let qemu = seed % QEMU_ONE_IN == 0 && qemu::installed();
-        run(seed, Options { faults: false, qemu }).map(drop)
+        run(seed, Options { qemu, ..Options::default() }).map(drop)
     });
     if !qemu::installed() {
         skip("any_sequence_of_operations_reads_like_a_byte_array", "in part: no qemu-img");
@@ -23,7 +23,7 @@ fn any_sequence_of_operations_reads_like_a_byte_array() {
 fn failing_requests_leave_old_or_new_bytes_and_nothing_else() {
     let (mut failed, mut poisoned) = (0, 0);
     for_seeds("sequence with faults", seeds(2_000, 4_000), |seed| {
-        let stats = run(seed, Options { faults: true, qemu: false })?;
+        let stats = run(seed, Options { faults: true, ..Options::default() })?;
         failed += stats.failed;
         poisoned += stats.poisoned;
         Ok(())
@@ -48,6 +48,13 @@ fn images_made_by_qemu_read_like_a_byte_array() {
     for_seeds("sequence on an image of QEMU's", seeds(160, 800), |seed| {
         let bed = beds[seed as usize % beds.len()].clone();
         let qemu = seed < 20;
-        run_on(bed, Rng::new(seed), Options { faults: false, qemu }).map(drop)
+        run_on(bed, Rng::new(seed), Options { qemu, ..Options::default() }).map(drop)
+    });
+}
+
+#[test]
+fn images_on_devices_of_a_fixed_length_read_like_a_byte_array() {
+    for_seeds("sequence on a device", seeds(500, 2_000), |seed| {
+        run(seed, Options { device: true, ..Options::default() }).map(drop)
     });
 }

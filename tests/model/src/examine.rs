@@ -134,7 +134,28 @@ fn verify(
             qemu::check(image, true)?;
         }
     }
-    let storage = SimStorage::from_image(image.clone(), SimOptions::default());
+    let keep_history = dirty && depth.further;
+    let options = SimOptions { keep_history, ..SimOptions::default() };
+    let storage = SimStorage::from_image(image.clone(), options);
+    let open = open_and_compare(run, &storage, allowed)?;
+    if keep_history {
+        repair_again(run, &storage, allowed, rng)?;
+    }
+    if depth.further {
+        run.bed.check_snapshots(&storage.image())?;
+        let content = read_all(&open.disk).map_err(|e| format!("can't be read again: {e:#}"))?;
+        use_further(run, &open, content, rng)?;
+    }
+    Ok(())
+}
+
+/// Opens the image for writing, which repairs it if it must be, and compares what it holds.
+fn open_and_compare(
+    run: &Recorded,
+    storage: &SimStorage,
+    allowed: &Allowed,
+) -> Result<Open, String> {
+    let dirty = is_dirty(&storage.image());
     let open = run
         .bed
         .open(storage.clone(), CacheMode::None)
@@ -146,14 +167,34 @@ fn verify(
         check_image(&storage.image(), true).map_err(|e| format!("after the repair: {e}"))?;
     }
     let content = read_all(&open.disk).map_err(|e| format!("the disk can't be read: {e:#}"))?;
-    if let Some((sector, value)) = allowed.wrong(&content) {
-        let value = value.map_or("a mixture".to_owned(), |v| format!("{v:#x}"));
-        let story = run.oracle.story(sector);
-        return Err(format!("sector {sector:#x} holds {value}, which it may not:{story}"));
-    }
-    if depth.further {
-        run.bed.check_snapshots(&storage.image())?;
-        use_further(run, &open, content, rng)?;
+    let Some((sector, value)) = allowed.wrong(&content) else { return Ok(open) };
+    let value = value.map_or("a mixture".to_owned(), |v| format!("{v:#x}"));
+    let story = run.oracle.story(sector);
+    Err(format!("sector {sector:#x} holds {value}, which it may not:{story}"))
+}
+
+/// The power fails again, at any moment of the repair that opening made.
+fn repair_again(
+    run: &Recorded,
+    storage: &SimStorage,
+    allowed: &Allowed,
+    rng: &mut Rng,
+) -> Result<(), String> {
+    let history = storage.history();
+    let mut replay = history.replay();
+    while replay.step().is_some() {
+        if !rng.chance(40) {
+            continue;
+        }
+        for state in replay.crash_point().states(rng.next_u64(), 3) {
+            if !is_dirty(&state.image) {
+                check_image(&state.image, true)
+                    .map_err(|e| format!("power cut while it was repaired: {e}\n  {state}"))?;
+            }
+            let again = SimStorage::from_image(state.image.clone(), SimOptions::default());
+            open_and_compare(run, &again, allowed)
+                .map_err(|e| format!("power cut while it was repaired: {e}\n  {state}"))?;
+        }
     }
     Ok(())
 }

@@ -7,9 +7,12 @@ pub(crate) const BYTES: usize = SECTOR as usize;
 
 /// Fills a whole number of sectors from `sector` on with the tags of write `number`.
 pub(crate) fn tagged(number: u64, sector: u64, sectors: u64) -> Vec<u8> {
-    (sector..sector + sectors)
-        .flat_map(|s| tag(number, s).to_be_bytes().repeat(BYTES / 8))
-        .collect()
+    let mut bytes = vec![0; sectors as usize * BYTES];
+    for (place, sector) in bytes.chunks_mut(BYTES).zip(sector..) {
+        let word = tag(number, sector).to_be_bytes();
+        place.as_chunks_mut::<8>().0.fill(word);
+    }
+    bytes
 }
 
 /// The number that a sector holds after write `number`. Never zero.
@@ -26,8 +29,8 @@ pub(crate) fn tag_of(sector: &[u8]) -> Option<u64> {
 
 /// Random bytes.
 pub(crate) fn random(rng: &mut Rng, len: usize) -> Vec<u8> {
-    let mut bytes: Vec<u8> =
-        (0..len.div_ceil(8)).flat_map(|_| rng.next_u64().to_le_bytes()).collect();
+    let mut bytes = vec![0; len.next_multiple_of(8)];
+    bytes.as_chunks_mut::<8>().0.iter_mut().for_each(|w| *w = rng.next_u64().to_le_bytes());
     bytes.truncate(len);
     bytes
 }

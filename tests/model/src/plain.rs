@@ -7,6 +7,7 @@
 
 use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
 use crate::pattern::random;
+use crate::workload::on_device;
 use crate::{Spec, qemu};
 use bedplate_disk::Disk;
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
@@ -60,6 +61,8 @@ struct Done {
 pub struct Options {
     /// Requests to the storage fail now and then.
     pub faults: bool,
+    /// The image lies on a device of a fixed length.
+    pub device: bool,
     /// `qemu-img check` looks at the image at the end.
     pub qemu: bool,
 }
@@ -115,7 +118,9 @@ pub fn run_on(bed: Bed, mut rng: Rng, options: Options) -> Result<Stats, String>
         fast_zero: rng.chance(70),
         ..SimOptions::default()
     };
-    let storage = SimStorage::from_image(bed.image.clone(), sim);
+    let mut image = bed.image.clone();
+    let sim = if options.device { on_device(&bed.spec, &mut image, sim) } else { sim };
+    let storage = SimStorage::from_image(image, sim);
     let cache = if rng.chance(10) { CacheMode::Writethrough } else { CacheMode::None };
     let open = bed.open(storage.clone(), cache).map_err(|e| format!("can't open: {e:#}"))?;
     let (model, base) = (bed.content.clone(), bed.content.clone());
@@ -252,21 +257,37 @@ impl Run {
         effects: &[&Effect],
         old: bool,
     ) -> Result<(), String> {
-        if old && self.model[at..at + seen.len()] == *seen {
+        let end = at + seen.len();
+        if old && self.model[at..end] == *seen {
             return Ok(());
         }
-        for (i, byte) in seen.iter().enumerate() {
-            let place = at + i;
-            let mut touching = effects.iter().filter(|e| e.at(place).is_some()).peekable();
+        // Between two cuts, the same effects touch every byte.
+        let mut cuts: Vec<usize> = effects.iter().flat_map(|e| [e.at, e.end()]).collect();
+        cuts.retain(|cut| at < *cut && *cut < end);
+        cuts.extend([at, end]);
+        cuts.sort_unstable();
+        cuts.dedup();
+        for pair in cuts.windows(2) {
+            let (from, to) = (pair[0], pair[1]);
+            let touching: Vec<&&Effect> =
+                effects.iter().filter(|e| e.at <= from && to <= e.end()).collect();
+            let mut may_be: Vec<&[u8]> =
+                touching.iter().map(|e| &e.bytes[from - e.at..to - e.at]).collect();
             // A byte that some request has surely changed can't be the old one after the round.
-            let stays = old || touching.clone().all(|e| !e.sure);
-            let good = (stays && self.model[place] == *byte)
-                || touching.any(|e| e.at(place) == Some(*byte));
-            if !good {
+            if old || touching.iter().all(|e| !e.sure) {
+                may_be.push(&self.model[from..to]);
+            }
+            let found = &seen[from - at..to - at];
+            if may_be.contains(&found) {
+                continue;
+            }
+            let wrong = |(i, byte): &(usize, &u8)| may_be.iter().all(|all| all[*i] != **byte);
+            if let Some((i, byte)) = found.iter().enumerate().find(wrong) {
                 return Err(format!(
-                    "byte {place:#x} is {byte:#04x}; it was {:#04x} and {} request(s) touched it",
-                    self.model[place],
-                    effects.iter().filter(|e| e.at(place).is_some()).count()
+                    "byte {:#x} is {byte:#04x}; it was {:#04x} and {} request(s) touched it",
+                    from + i,
+                    self.model[from + i],
+                    touching.len()
                 ));
             }
         }

@@ -71,6 +71,9 @@ fn weighted<T: Copy>(rng: &mut Rng, choices: &[(u64, T)]) -> T {
 impl Spec {
     /// Any image, mostly a small one.
     pub fn random(rng: &mut Rng) -> Self {
+        if rng.chance(6) {
+            return Self::wide(rng);
+        }
         let bits = weighted(rng, &[(40, 9), (12, 10), (26, 12), (5, 14), (15, 16), (2, 21)]);
         Self::with_cluster(rng, bits, 2)
     }
@@ -79,6 +82,16 @@ impl Spec {
     pub fn tiny(rng: &mut Rng) -> Self {
         let bits = weighted(rng, &[(60, 9), (20, 10), (20, 12)]);
         Self { l2_cache: 0, ..Self::with_cluster(rng, bits, 1) }
+    }
+
+    /// Small clusters on a larger disk: more L2 slices than the smallest cache holds.
+    pub fn wide(rng: &mut Rng) -> Self {
+        let bits = 9 + rng.below(2) as u32;
+        let size = (768 << 10) + rng.below(1024) * 1024;
+        let filled = [0, 5, 60][rng.below(3) as usize];
+        let spec = Self::with_cluster(rng, bits, 1);
+        let seeds = Seeds { filled, ..spec.seeds };
+        Self { size, seeds, below: None, l2_cache: 0, ..spec }
     }
 
     fn with_cluster(rng: &mut Rng, cluster_bits: u32, scale: u64) -> Self {

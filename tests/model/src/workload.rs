@@ -8,7 +8,7 @@ use crate::spec::Spec;
 use bedplate_qcow2::OrderRule;
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
 use bedplate_sim::exec::join_all;
-use bedplate_sim::{Fault, History, Rng, SECTOR, SimOptions, SimStorage};
+use bedplate_sim::{DiscardMode, Fault, History, Image, Rng, SECTOR, SimOptions, SimStorage};
 use bedplate_storage::ZeroMode;
 use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, GuestOffset};
 use std::cell::{Cell, RefCell};
@@ -40,6 +40,8 @@ pub struct Profile {
     pub max_delay: u32,
     /// Every write is durable when it completes.
     pub writethrough: bool,
+    /// The image lies on a device of a fixed length, where unused space holds anything.
+    pub device: bool,
     /// An ordering rule that is broken on purpose.
     pub broken: Option<OrderRule>,
     /// Close the disk at the end.
@@ -61,6 +63,7 @@ impl Profile {
         area: 1 << 17,
         max_delay: 5,
         writethrough: false,
+        device: false,
         broken: None,
         close: true,
     };
@@ -160,9 +163,12 @@ pub fn record(seed: u64, profile: Profile, fault: Option<Fault>) -> Result<Recor
         max_delay: rng.below(u64::from(profile.max_delay) + 1) as u32,
         keep_history: true,
         fast_zero: rng.chance(80),
+        discard: [DiscardMode::Zeroes, DiscardMode::Garbage][rng.below(2) as usize],
         ..SimOptions::default()
     };
-    let storage = SimStorage::from_image(bed.image.clone(), options);
+    let mut image = bed.image.clone();
+    let options = if profile.device { on_device(&bed.spec, &mut image, options) } else { options };
+    let storage = SimStorage::from_image(image, options);
     let cache = if profile.writethrough { CacheMode::Writethrough } else { CacheMode::None };
     let open = bed.open(storage.clone(), cache).map_err(|e| format!("can't open: {e:#}"))?;
     if let Some(rule) = profile.broken {
@@ -198,6 +204,14 @@ pub fn record(seed: u64, profile: Profile, fault: Option<Fault>) -> Result<Recor
     let (troubles, pretended) = (troubles.into_inner(), pretended.into_inner());
     let history = storage.history();
     Ok(Recorded { bed, oracle, history, storage, open, troubles, pretended, closed, now, log })
+}
+
+/// Makes the storage a device that is longer than the image in it, with garbage behind the image.
+pub(crate) fn on_device(spec: &Spec, image: &mut Image, options: SimOptions) -> SimOptions {
+    let (end, cluster) = (image.len(), spec.cluster());
+    image.write(end, &vec![0xa5; 1 << 20]);
+    image.set_len(end + 3 * spec.size + cluster * (24 + (1 << 23) / cluster));
+    SimOptions { device: true, ..options }
 }
 
 fn close(shared: &Shared<'_>, seed: u64) -> Result<bool, String> {
