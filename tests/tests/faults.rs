@@ -70,7 +70,7 @@ fn sound(run: &Recorded, seed: u64) -> Result<(), String> {
         return Err(format!("a {what} succeeded on a poisoned image"));
     }
     verify_now(run, seed).map_err(|e| format!("reopened after it: {e}"))?;
-    if seed % 3 == 0 {
+    if seed.is_multiple_of(3) {
         examine(run, seed, FEW).map_err(|v| v.to_string())?;
     }
     Ok(())

@@ -70,6 +70,8 @@ dd if=/dev/vda of=/tmp/got bs=1M skip=40 count=8 iflag=direct 2>/dev/null
 cmp /tmp/zeroes /tmp/got
 dd if=/dev/vda of=/tmp/got bs=1M skip=39 count=1 iflag=direct 2>/dev/null
 ! cmp -s -n 1048576 /tmp/zeroes /tmp/got
+# Space goes back to the host once its removal is durable: with the next flush, or some seconds later.
+dd if=/dev/urandom of=/dev/vda bs=4k count=1 oflag=direct conv=notrunc,fsync 2>/dev/null
 "#,
     )?;
     let trimmed = fixture.allocated()?;

@@ -451,7 +451,7 @@ fn iovec(bytes: &[u8]) -> Result<IoVec, Error> {
         Ok(SharedBuf::new(AlignedBuf::from_slice(bytes)?).iovec())
     };
     let cut = bytes.len() / 3 + 1;
-    if bytes.len() % 3 != 0 || bytes.len() < 6 {
+    if !bytes.len().is_multiple_of(3) || bytes.len() < 6 {
         return part(bytes);
     }
     let mut all = part(&bytes[..cut])?;
