@@ -12,6 +12,7 @@ mod harness;
 mod headers;
 mod hostile;
 mod kept;
+mod raw;
 mod refused;
 mod snapshots;
 mod threads;
