@@ -293,7 +293,9 @@ impl Space {
         let replace = least > capacity || self.apart(state, index, at, ahead);
         let table_clusters = if replace { larger.div_ceil(entries_per_cluster) } else { 0 };
         if table_clusters * self.geo.cluster_size() > limits::MAX_REFTABLE_BYTES {
-            run.map(|run| state.free.insert(run));
+            if let Some(run) = run {
+                state.free.insert(run);
+            }
             return None;
         }
         // Each block that counts reserved clusters takes one of them; a few more than needed do no harm.
