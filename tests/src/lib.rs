@@ -5,7 +5,7 @@
 //! talks to Bedplate as a user does, through the `bedplate` command and its sockets.
 //!
 //! Invariants: every process started here is owned by a value and ended when that value is dropped, by its own process id; a
-//! test that can't run here says so through [`skip`] and never passes silently.
+//! test that can't run here says so through [`skip()`] and never passes silently.
 
 #![forbid(unsafe_code)]
 

@@ -6,7 +6,7 @@
 //!
 //! - [`Spec`] says what an image is like; [`Bed`] is the image made by it, with what lies below and what the guest sees.
 //! - [`plain`] runs operations against a byte array.
-//! - [`record`] runs operations and keeps what each sector may hold at each moment ([`Oracle`]); [`examine`] goes
+//! - [`record`] runs operations and keeps what each sector may hold at each moment ([`Oracle`]); [`examine()`] goes
 //!   through the crash states of the run.
 #![forbid(unsafe_code)]
 
