@@ -76,15 +76,7 @@ impl Space {
         Ok(())
     }
 
-    /// Keeps the blocks of these clusters in memory.
-    pub(crate) fn pin(&self, state: &mut State, first: u64, clusters: u64) {
-        self.for_blocks(first, clusters, |index, n| {
-            if let Some(block) = state.blocks.get_mut(&index) {
-                block.pins += n;
-            }
-        });
-    }
-
+    /// Undoes what [`Block::pins`] was raised by, for these clusters.
     pub(crate) fn unpin(&self, state: &mut State, first: u64, clusters: u64) {
         self.for_blocks(first, clusters, |index, n| {
             if let Some(block) = state.blocks.get_mut(&index) {

@@ -122,24 +122,34 @@ impl<S: Storage> Qcow2<S> {
 
     /// Makes sure that refcount blocks for the run exist and are in memory, and keeps them there.
     async fn cover(&self, run: FreeRun) -> Result<()> {
+        let mut parts = Vec::new();
+        self.space.for_blocks(run.first, run.clusters, |index, n| parts.push((index, n)));
+        let mut pinned = 0;
+        for (index, n) in parts {
+            // Each is kept at once: a run may need more blocks than the cache holds.
+            if let Err(e) = self.cover_block(index, n).await {
+                self.space.unpin(&mut self.space.state(), run.first, pinned);
+                return Err(e);
+            }
+            pinned += n;
+        }
+        Ok(())
+    }
+
+    async fn cover_block(&self, index: u64, clusters: u64) -> Result<()> {
         loop {
-            let mut missing = None;
-            {
+            let exists = {
                 let mut state = self.space.state();
-                self.space.for_blocks(run.first, run.clusters, |index, _| {
-                    if missing.is_none() && !state.blocks.contains_key(&index) {
-                        missing = Some((index, state.block_at(index).is_some()));
-                    }
-                });
-                if missing.is_none() {
-                    self.space.pin(&mut state, run.first, run.clusters);
+                if let Some(block) = state.blocks.get_mut(&index) {
+                    block.pins += clusters;
                     return Ok(());
                 }
-            }
-            match missing {
-                Some((index, true)) => self.load_block(index).await?,
-                Some((index, false)) => self.grow_refcounts(index).await?,
-                None => {}
+                state.block_at(index).is_some()
+            };
+            if exists {
+                self.load_block(index).await?;
+            } else {
+                self.grow_refcounts(index).await?;
             }
         }
     }
