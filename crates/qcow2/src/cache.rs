@@ -88,7 +88,7 @@ impl<S: Storage> Qcow2<S> {
             }
             Ok(event) => {
                 let _loading = Loading { cache: &self.cache, id, event };
-                self.make_room().await?;
+                self.make_room().await;
                 self.read_slice(id).await
             }
         }
@@ -165,17 +165,19 @@ impl<S: Storage> Qcow2<S> {
         self.space.is_metadata(host).then(|| "it points into the image's own metadata".into())
     }
 
-    /// Drops slices until one more fits, writing back when all are dirty.
-    async fn make_room(&self) -> Result<()> {
-        if self.drop_unused() {
-            return Ok(());
+    /// Drops slices until one more fits, writing back when all are dirty. Slices that are all in use may exceed the
+    /// capacity for a moment; that is better than to wait.
+    async fn make_room(&self) {
+        if self.drop_unused() || !self.has_dirty_slices() || self.is_poisoned() {
+            return;
         }
-        if self.has_dirty_slices() {
-            self.write_back().await?;
-            self.drop_unused();
+        match self.write_back().await {
+            Ok(()) => {
+                self.drop_unused();
+            }
+            // That is not the failure of who needs room, perhaps only to read.
+            Err(e) => tracing::debug!("write-back for room failed: {e:#}"),
         }
-        // Slices that are all in use may exceed the capacity for a moment; that is better than to wait.
-        Ok(())
     }
 
     fn drop_unused(&self) -> bool {

@@ -52,13 +52,13 @@ impl<S: Storage> Qcow2<S> {
         self.check_writable()?;
         let removed = self.space.take_removed();
         let collected = self.collect();
-        let result = self.write_in_order(&collected).await;
+        self.write_in_order(&collected).await.map_err(|e| {
+            // The slices stay in memory for good, or reads would show what was before the changes.
+            self.poison(e.context(format!("cannot make '{}' durable", self.storage.name())))
+        })?;
         for (.., slice) in &collected.slices {
             slice.written();
         }
-        result.map_err(|e| {
-            self.poison(e.context(format!("cannot make '{}' durable", self.storage.name())))
-        })?;
         self.settle(removed);
         Ok(())
     }
