@@ -9,7 +9,6 @@ use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
 use crate::pattern::random;
 use crate::workload::on_device;
 use crate::{Spec, qemu};
-use bedplate_disk::Disk;
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
 use bedplate_sim::exec::join_all;
 use bedplate_sim::{DiscardMode, Fault, OpKind, Rng, SimOptions, SimStorage};
@@ -167,11 +166,11 @@ impl Run {
             })
             .collect();
         let seed = self.rng.next_u64();
-        let (disk, spec) = (&self.open.disk, &self.bed.spec);
+        let (open, spec) = (&self.open, &self.bed.spec);
         let running = plans.iter().map(|ops| async move {
             let mut all = Vec::new();
             for op in ops {
-                all.push(perform(disk, spec, op).await);
+                all.push(perform(open, spec, op).await);
             }
             all
         });
@@ -244,7 +243,7 @@ impl Run {
 
     fn read(&self, at: usize, len: usize) -> Result<Vec<u8>, String> {
         let seed = self.storage.counts().total();
-        let done = join_all(seed, [read(&self.open.disk, at as u64, len)]);
+        let done = join_all(seed, [read(&self.open, at as u64, len, false)]);
         let bytes = done.map_err(|e| e.to_string())?.pop().ok_or("no result")?;
         bytes.map_err(|e| format!("a read failed: {e:#}"))
     }
@@ -459,22 +458,35 @@ fn iovec(bytes: &[u8]) -> Result<IoVec, Error> {
     Ok(all)
 }
 
-async fn read(disk: &Disk<SimStorage>, at: u64, len: usize) -> Result<Vec<u8>, Error> {
+async fn read(open: &Open, at: u64, len: usize, direct: bool) -> Result<Vec<u8>, Error> {
     let buf = SharedBuf::zeroed(len)?.iovec();
-    disk.read(GuestOffset::new(at), buf.clone()).await?;
+    let direct = if direct { open.read_direct(at, &buf).await } else { None };
+    match direct {
+        Some(result) => result?,
+        None => open.disk.read(GuestOffset::new(at), buf.clone()).await?,
+    }
     let mut out = vec![0; len];
     buf.copy_to(0, &mut out);
     Ok(out)
 }
 
-async fn perform(disk: &Disk<SimStorage>, spec: &Spec, op: &Op) -> Done {
+async fn write(open: &Open, at: u64, buf: IoVec, fua: bool) -> Result<(), Error> {
+    let direct = if fua { None } else { open.write_direct(at, &buf).await };
+    match direct {
+        Some(result) => result,
+        None => open.disk.write(GuestOffset::new(at), buf, fua).await,
+    }
+}
+
+async fn perform(open: &Open, spec: &Spec, op: &Op) -> Done {
+    let disk = &open.disk;
     let mut done = Done::default();
     let effect = |at: u64, bytes: Vec<u8>, sure| Effect { at: at as usize, bytes, sure };
     let zeroes = |at: u64, len: u64, sure| effect(at, vec![0; len as usize], sure);
     let result = match op {
         Op::Write { at, bytes, fua } => {
             let result = match iovec(bytes) {
-                Ok(buf) => disk.write(GuestOffset::new(*at), buf, *fua).await,
+                Ok(buf) => write(open, *at, buf, *fua).await,
                 Err(e) => Err(e),
             };
             done.effects.push(effect(*at, bytes.clone(), result.is_ok()));
@@ -512,7 +524,7 @@ async fn perform(disk: &Disk<SimStorage>, spec: &Spec, op: &Op) -> Done {
             done.effects.push(zeroes(start, end - start, sure));
             result
         }
-        Op::Read { at, len } => match read(disk, *at, *len as usize).await {
+        Op::Read { at, len } => match read(open, *at, *len as usize, at % 3 != 0).await {
             Ok(bytes) => {
                 done.read = Some((*at as usize, bytes));
                 Ok(())

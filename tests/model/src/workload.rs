@@ -210,7 +210,7 @@ pub fn record(seed: u64, profile: Profile, fault: Option<Fault>) -> Result<Recor
 pub(crate) fn on_device(spec: &Spec, image: &mut Image, options: SimOptions) -> SimOptions {
     let (end, cluster) = (image.len(), spec.cluster());
     image.write(end, &vec![0xa5; 1 << 20]);
-    image.set_len(end + 3 * spec.size + cluster * (24 + (1 << 23) / cluster));
+    image.set_len(end + 3 * spec.size + cluster * (24 + (1 << 24) / cluster));
     SimOptions { device: true, ..options }
 }
 
@@ -298,7 +298,11 @@ async fn write(shared: &Shared<'_>, rng: &mut Rng, fua: bool) {
     let start = shared.tick();
     shared.log(|| format!("write {number} {at:#x}+{len:#x} fua {fua}"));
     let pending = shared.oracle.borrow_mut().begin(start, at, len, |s| tag(number, s));
-    let result = shared.open.disk.write(GuestOffset::new(at), buf, fua).await;
+    let direct = if fua { None } else { shared.open.write_direct(at, &buf).await };
+    let result = match direct {
+        Some(result) => result,
+        None => shared.open.disk.write(GuestOffset::new(at), buf, fua).await,
+    };
     let end = shared.tick();
     shared.log(|| format!("end of write {number}: {result:?}"));
     let good = shared.note("write", result, poisoned);
