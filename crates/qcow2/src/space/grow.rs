@@ -41,6 +41,8 @@ impl<S: Storage> Qcow2<S> {
     /// `Limit` when the table can't hold it; what the storage reports, which poisons the image.
     pub(crate) async fn grow_refcounts(&self, index: u64) -> Result<()> {
         let _one = self.space.one_writer().await;
+        // A growth that failed has left entries in memory that must not reach the file.
+        self.check_writable()?;
         if self.space.state().block_at(index).is_some() {
             return Ok(());
         }
