@@ -2,7 +2,8 @@
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::{PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 /// Looks for a program in `PATH` and in the system folders that an ordinary user's `PATH` lacks.
@@ -32,9 +33,25 @@ pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
+/// Held for reading while a process is being started: until it has become the program, it shares this process's open files.
+static STARTING: RwLock<()> = RwLock::new(());
+
 /// Runs a command to its end; any exit code is fine.
 pub fn output(command: &mut Command) -> Result<Output> {
-    command.output().with_context(|| format!("{} can't be run", show(command)))
+    let child = start(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
+    child.wait_with_output().with_context(|| format!("{} can't be run", show(command)))
+}
+
+/// Starts a command and returns once it is the program.
+pub fn start(command: &mut Command) -> Result<Child> {
+    let _starting = STARTING.read().unwrap_or_else(PoisonError::into_inner);
+    command.spawn().with_context(|| format!("{} can't be run", show(command)))
+}
+
+/// After files were closed: waits until no process that is just being started by another thread holds them, and with them their
+/// locks, open any more.
+pub fn files_are_closed() {
+    drop(STARTING.write().unwrap_or_else(PoisonError::into_inner));
 }
 
 /// Runs a command that must succeed and returns its standard output. The error has all it wrote.

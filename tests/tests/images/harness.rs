@@ -6,8 +6,8 @@ use bedplate_qcow2::{OpenOptions, Qcow2};
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
 use bedplate_runtime::{Config, Runtime};
 use bedplate_storage::{FileStorage, OpenOptions as FileOptions, ZeroMode};
-use bedplate_tests::paths;
 use bedplate_tests::random::Random;
+use bedplate_tests::{host, paths};
 use bedplate_types::{ByteLen, CacheMode, Format, GuestOffset};
 use futures_util::future::{LocalBoxFuture, join_all};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -49,8 +49,9 @@ impl Folder {
 
 /// Runs asynchronous work to its end on a runtime of its own.
 pub fn run<T>(work: impl AsyncFnOnce() -> Result<T>) -> Result<T> {
-    let runtime = Runtime::new(Config::default())?;
-    runtime.block_on(work())
+    let result = Runtime::new(Config::default())?.block_on(work());
+    host::files_are_closed();
+    result
 }
 
 async fn layer(path: &Path, format: Format, read_only: bool) -> Result<Layer<FileStorage>> {

@@ -176,7 +176,7 @@ fn an_image_in_use_by_qemu_is_refused() -> Result<()> {
     create(&image, "compat=1.1", 1 << 20)?;
     let mut tool = host::tool("qemu-io");
     tool.args(["-f", "qcow2"]).arg(&image).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut holder = tool.spawn()?;
+    let mut holder = host::start(&mut tool)?;
     // Its prompt says that it has opened the image.
     let mut prompt = [0; 8];
     let read = holder.stdout.as_mut().context("its output")?.read_exact(&mut prompt);

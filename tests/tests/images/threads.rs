@@ -4,6 +4,7 @@ use crate::harness::{FileDisk, Folder, noise, open, read, run, same, verify, wri
 use crate::tools::{assert_clean, content, create, have_qemu};
 use anyhow::{Context, Result};
 use bedplate_storage::ZeroMode;
+use bedplate_tests::host;
 use bedplate_tests::random::Random;
 use bedplate_types::{ByteLen, Format, GuestOffset};
 use std::sync::Arc;
@@ -71,6 +72,7 @@ fn pound(options: &str) -> Result<()> {
         Ok(disk.close().await?)
     })?;
     drop(disk);
+    host::files_are_closed();
     assert_clean(&image)?;
     same(&model, &content(&image, Format::Qcow2)?)
 }
