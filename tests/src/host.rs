@@ -1,6 +1,7 @@
 //! The tools of the host: running a command with its output kept for the error, looking for programs, checksums, waiting.
 
 use anyhow::{Context, Result, bail};
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::{PoisonError, RwLock};
@@ -106,15 +107,20 @@ pub fn wait_for<T>(
     }
 }
 
-/// Whether a Unix socket at `path` is being listened on, read from `/proc/net/unix` so that the server notices nothing.
-pub fn is_listening(path: &Path) -> bool {
+/// The numbers of the sockets that listen at `path`, read from `/proc/net/unix` so that no server notices anything.
+///
+/// There can be several: the ring of a server that was killed keeps its socket for a moment.
+pub fn listeners(path: &Path) -> HashSet<u64> {
     const SO_ACCEPTCON: u64 = 1 << 16;
-    let Ok(table) = std::fs::read_to_string("/proc/net/unix") else { return false };
-    table.lines().skip(1).any(|line| {
-        let mut words = line.split_whitespace();
-        let flags = words.nth(3).and_then(|flags| u64::from_str_radix(flags, 16).ok()).unwrap_or(0);
-        flags & SO_ACCEPTCON != 0 && words.nth(3).is_some_and(|name| Path::new(name) == path)
-    })
+    let table = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    let listening = |line: &str| {
+        let mut words = line.split_whitespace().skip(3);
+        let flags = u64::from_str_radix(words.next()?, 16).ok()?;
+        let inode = words.nth(2)?.parse().ok()?;
+        let here = words.next().is_some_and(|name| Path::new(name) == path);
+        (flags & SO_ACCEPTCON != 0 && here).then_some(inode)
+    };
+    table.lines().skip(1).filter_map(listening).collect()
 }
 
 /// `qemu-img check` of a qcow2 image: its exit code (0 clean, 2 corrupt, 3 leaks only) and what it wrote.

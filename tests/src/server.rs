@@ -153,12 +153,13 @@ impl Server {
             .append(true)
             .open(log)
             .with_context(|| log.display().to_string())?;
+        let sockets: Vec<_> = [&config.vhost_user_blk, &config.nbd].into_iter().flatten().collect();
+        let before: Vec<_> = sockets.iter().map(|socket| host::listeners(socket)).collect();
         let mut command = config.command();
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
-        let child =
-            command.spawn().with_context(|| format!("{} can't be run", host::show(&command)))?;
+        let child = host::start(&mut command)?;
         let mut server = Server { child, log: log.to_path_buf(), ended: false };
-        for socket in [&config.vhost_user_blk, &config.nbd].into_iter().flatten() {
+        for (socket, before) in sockets.into_iter().zip(&before) {
             let listening = host::wait_for(
                 &format!("{} to listen on {}", host::show(&command), socket.display()),
                 LIMIT,
@@ -171,7 +172,8 @@ impl Server {
                             server.log()
                         );
                     }
-                    Ok(host::is_listening(socket).then_some(()))
+                    let now = host::listeners(socket);
+                    Ok((!now.is_subset(before)).then_some(()))
                 },
             );
             listening.with_context(|| format!("its log:\n{}", server.log()))?;
