@@ -7,7 +7,7 @@
 
 use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
 use crate::pattern::random;
-use crate::workload::on_device;
+use crate::workload::{on_device, random_limits};
 use crate::{Spec, qemu};
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
 use bedplate_sim::exec::join_all;
@@ -115,6 +115,7 @@ pub fn run_on(bed: Bed, mut rng: Rng, options: Options) -> Result<Stats, String>
         max_delay: [0, 2, 6][rng.below(3) as usize],
         discard: discard[rng.below(3) as usize],
         fast_zero: rng.chance(70),
+        limits: random_limits(&mut rng),
         ..SimOptions::default()
     };
     let mut image = bed.image.clone();

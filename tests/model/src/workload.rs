@@ -9,7 +9,7 @@ use bedplate_qcow2::OrderRule;
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
 use bedplate_sim::exec::join_all;
 use bedplate_sim::{DiscardMode, Fault, History, Image, Rng, SECTOR, SimOptions, SimStorage};
-use bedplate_storage::ZeroMode;
+use bedplate_storage::{IoLimits, ZeroMode};
 use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, GuestOffset};
 use std::cell::{Cell, RefCell};
 
@@ -163,6 +163,7 @@ pub fn record(seed: u64, profile: Profile, fault: Option<Fault>) -> Result<Recor
         max_delay: rng.below(u64::from(profile.max_delay) + 1) as u32,
         keep_history: true,
         fast_zero: rng.chance(80),
+        limits: random_limits(&mut rng),
         discard: [DiscardMode::Zeroes, DiscardMode::Garbage][rng.below(2) as usize],
         ..SimOptions::default()
     };
@@ -204,6 +205,12 @@ pub fn record(seed: u64, profile: Profile, fault: Option<Fault>) -> Result<Recor
     let (troubles, pretended) = (troubles.into_inner(), pretended.into_inner());
     let history = storage.history();
     Ok(Recorded { bed, oracle, history, storage, open, troubles, pretended, closed, now, log })
+}
+
+/// Storages with small and large blocks.
+pub(crate) fn random_limits(rng: &mut Rng) -> IoLimits {
+    let align = [1, 512, 512, 4096][rng.below(4) as usize];
+    IoLimits { align, ..SimOptions::default().limits }
 }
 
 /// Makes the storage a device that is longer than the image in it, with garbage behind the image.
