@@ -5,7 +5,7 @@ use bedplate_qcow2::check::{CheckOptions, check};
 use bedplate_qcow2::format::NewImage;
 use bedplate_qcow2::{OpenOptions, Qcow2};
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
-use bedplate_sim::exec::block_on;
+use bedplate_sim::exec::{block_on, join_all};
 use bedplate_sim::{Image, SimOptions, SimStorage};
 use bedplate_storage::ZeroMode;
 use bedplate_types::{ByteLen, CacheMode, GuestOffset};
@@ -134,5 +134,24 @@ fn refcounts_may_need_more_blocks_than_the_cache_holds() {
         }
         let report = block_on(bedplate_qcow2::check::check(&storage, Default::default()));
         assert!(report.expect("check").is_clean(), "{refcount_bits} bits");
+    }
+}
+
+/// Requests that all find their thread's lease empty must not take one each: here there is space for one.
+#[test]
+fn first_writes_at_the_same_time_share_one_lease() {
+    for seed in 0..20 {
+        let mut image = image(9, 1 << 20);
+        image.set_len(256 * 512); // what one refcount block counts
+        let options = SimOptions { seed, max_delay: 4, device: true, ..SimOptions::default() };
+        let storage = SimStorage::from_image(image, options);
+        let qcow2 = block_on(Qcow2::open(storage, &OpenOptions::default())).expect("opens");
+        let layers = vec![Layer::Qcow2(Arc::new(qcow2))];
+        let disk = &Disk::new("d", layers, false, CacheMode::None).expect("disk");
+        let write = |i: u64| async move {
+            disk.write(GuestOffset::new(i << 16), iov(&[1; 512]), false).await
+        };
+        let results = join_all(seed, (0..8u64).map(write)).expect("no deadlock");
+        assert!(results.iter().all(Result::is_ok), "seed {seed}: {results:?}");
     }
 }

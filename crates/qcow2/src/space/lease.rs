@@ -52,6 +52,10 @@ impl<S: Storage> Qcow2<S> {
                 }
                 continue;
             }
+            let _one = self.space.one_refill().await;
+            if !self.space.lease().runs.is_empty() {
+                continue; // somebody else has refilled it meanwhile
+            }
             let usual = (LEASE_BYTES >> self.tables.geo.cluster_bits())
                 .clamp(LEASE_CLUSTERS.0, LEASE_CLUSTERS.1);
             match self.grant(left.max(usual)).await {

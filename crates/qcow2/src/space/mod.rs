@@ -44,6 +44,9 @@ pub(crate) struct Space {
     /// One writer of the refcount structures at a time; held across I/O by design.
     growth: AsyncMutex<()>,
     leases: Box<[Mutex<Lease>]>,
+    /// One refill of each lease at a time, or all requests that find it empty would take a whole one; held across
+    /// I/O by design. Taken before `growth`.
+    refills: Box<[AsyncMutex<()>]>,
     /// Space whose last reference was removed, on its way to being free. Taken before `state`.
     freed: Mutex<reclaim::Lists>,
 }
@@ -108,6 +111,7 @@ impl Space {
             contested: found.contested,
             growth: AsyncMutex::new(()),
             leases: (0..LEASES).map(|_| Mutex::default()).collect(),
+            refills: (0..LEASES).map(|_| AsyncMutex::new(())).collect(),
             freed: Mutex::default(),
         }
     }
@@ -184,11 +188,19 @@ impl Space {
 
     /// This thread's lease.
     fn lease(&self) -> MutexGuard<'_, Lease> {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        thread_local! {
-            static MINE: usize = NEXT.fetch_add(1, Ordering::Relaxed);
-        }
-        let index = MINE.with(|i| *i) % LEASES;
-        self.leases[index].lock().unwrap_or_else(PoisonError::into_inner)
+        self.leases[lease_index()].lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Leave to refill this thread's lease.
+    async fn one_refill(&self) -> AsyncMutexGuard<'_, ()> {
+        self.refills[lease_index()].lock().await
+    }
+}
+
+fn lease_index() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static MINE: usize = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    MINE.with(|i| *i) % LEASES
 }
