@@ -12,6 +12,9 @@ const CHAIN: usize = 3;
 
 /// A first pass has no time limit but this.
 const FOR_EVER: Duration = Duration::from_secs(3600);
+/// How long a client looks for completions before it sleeps. One that never sleeps would take the core that the server
+/// needs, as soon as there are more busy threads than cores.
+const SPIN: Duration = Duration::from_micros(10);
 
 /// Runs a job against the back end that listens on `socket`. After a first pass the disk is flushed, and that counts.
 pub fn run(job: &Job, socket: &Path) -> Result<Outcome> {
@@ -35,6 +38,7 @@ pub fn run(job: &Job, socket: &Path) -> Result<Outcome> {
         depth: u16::try_from(job.depth)?,
         duration: job.seconds.map_or(FOR_EVER, Duration::from_secs_f64),
         seed: job.seed,
+        spin: Some(SPIN),
         ..LoadSpec::default()
     };
     let write = job.op == Op::Write;
