@@ -13,7 +13,7 @@ use crate::format::ENTRY_BYTES;
 use crate::image::Qcow2;
 use crate::slice::{Slice, SliceId};
 use bedplate_storage::Storage;
-use bedplate_types::{Error, HostOffset, Result};
+use bedplate_types::{HostOffset, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -208,11 +208,6 @@ impl<S: Storage> Qcow2<S> {
             Err(e) if e.kind() == bedplate_types::ErrorKind::Unsupported => Ok(()),
             other => other,
         }
-    }
-
-    /// The first failure of a sync or metadata write, if there was one.
-    pub fn failure(&self) -> Option<Error> {
-        self.check_writable().err().filter(|_| self.is_poisoned())
     }
 }
 

@@ -255,23 +255,7 @@ impl IoVec {
     #[must_use]
     pub fn slice(&self, start: usize, len: usize) -> Self {
         let mut v = Self { owners: self.owners.clone(), ..Self::default() };
-        let mut skip = start;
-        let mut left = len;
-        for s in &self.segs {
-            if left == 0 {
-                break;
-            }
-            if skip >= s.len {
-                skip -= s.len;
-                continue;
-            }
-            let n = (s.len - skip).min(left);
-            // SAFETY: `skip` is below the segment's length, so the address stays inside it.
-            v.segs.push(Seg { ptr: unsafe { s.ptr.add(skip) }, len: n });
-            v.len += n;
-            left -= n;
-            skip = 0;
-        }
+        v.len = self.pieces(start, len, |ptr, len| v.segs.push(Seg { ptr, len }));
         v
     }
 
