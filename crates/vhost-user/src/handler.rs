@@ -3,6 +3,7 @@
 use crate::session::Session;
 use bedplate_storage::Storage;
 use bedplate_types::limits::MAX_MEMORY_SLOTS;
+use bedplate_virtio::inflight::InflightArea;
 use bedplate_virtio::split::RingAddrs;
 use std::fs::File;
 use vhost::vhost_user::message::{
@@ -17,7 +18,8 @@ pub(crate) const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures
     .union(VhostUserProtocolFeatures::CONFIG)
     .union(VhostUserProtocolFeatures::REPLY_ACK)
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
-    .union(VhostUserProtocolFeatures::RESET_DEVICE);
+    .union(VhostUserProtocolFeatures::RESET_DEVICE)
+    .union(VhostUserProtocolFeatures::INFLIGHT_SHMFD);
 
 /// Bytes of a configuration space (VHOST_USER_MAX_CONFIG_SIZE).
 const MAX_CONFIG: u32 = 256;
@@ -167,12 +169,18 @@ impl<S: Storage> VhostUserBackendReqHandlerMut for Handler<S> {
         self.refuse("shared objects are not offered")
     }
 
-    fn get_inflight_fd(&mut self, _: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        self.refuse("in-flight records are not offered")
+    fn get_inflight_fd(&mut self, m: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        let (queues, entries) = (m.num_queues, m.queue_size);
+        let made = self.run("GET_INFLIGHT_FD", |_| InflightArea::create(queues, entries));
+        made.map(|(file, len)| (VhostUserInflight::new(len, 0, queues, entries), file))
     }
 
-    fn set_inflight_fd(&mut self, _: &VhostUserInflight, _: File) -> Result<()> {
-        self.refuse("in-flight records are not offered")
+    fn set_inflight_fd(&mut self, m: &VhostUserInflight, file: File) -> Result<()> {
+        let m = *m;
+        self.run("SET_INFLIGHT_FD", |s| {
+            let (offset, len) = (m.mmap_offset, m.mmap_size);
+            s.set_inflight(InflightArea::map(&file, offset, len, m.num_queues, m.queue_size)?)
+        })
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {

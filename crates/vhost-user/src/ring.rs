@@ -81,8 +81,13 @@ impl Ring {
         counters: Arc<Counters>,
     ) -> Result<Self> {
         let RingStart { size, addrs, next_avail, event_idx, memory, kick, call, err, .. } = start;
-        let queue = SplitQueue::new(&memory, size, addrs, next_avail, event_idx)
-            .map_err(|Broken(why)| Error::new(ErrorKind::Protocol, format!("the ring: {why}")))?;
+        let broken =
+            |Broken(why)| Error::new(ErrorKind::Protocol, format!("the ring is refused: {why}"));
+        let mut queue =
+            SplitQueue::new(&memory, size, addrs, next_avail, event_idx).map_err(broken)?;
+        if let Some(area) = start.inflight {
+            queue.keep_records(area.queue(start.index)?).map_err(broken)?;
+        }
         let mut ring = Self {
             name,
             token,
@@ -105,6 +110,8 @@ impl Ring {
             logged: None,
         };
         ring.after_sleep();
+        // A process that was killed may have shown completions without an interrupt.
+        ring.interrupt();
         Ok(ring)
     }
 
@@ -112,8 +119,9 @@ impl Ring {
         self.slots.len() - self.free.len()
     }
 
+    /// A ring that stops still does again what an earlier process had begun: whoever goes on with it would not.
     fn takes_requests(&self) -> bool {
-        !self.broken && self.stopping.is_none()
+        !self.broken && (self.stopping.is_none() || self.queue.has_again())
     }
 
     /// True when there are chains to take.
@@ -160,7 +168,8 @@ impl Ring {
 
     /// Answers [`Self::stop`] once nothing is under way. True when the ring is to be dropped.
     pub(crate) fn end_if_drained(&mut self) -> bool {
-        if self.stopping.is_none() || self.in_flight() != 0 {
+        let again = !self.broken && self.queue.has_again();
+        if self.stopping.is_none() || self.in_flight() != 0 || again {
             return false;
         }
         if self.unsignalled != 0 {

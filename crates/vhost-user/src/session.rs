@@ -9,6 +9,7 @@ use crate::export::Shared;
 use crate::worker::{Command, RingStart, Worker};
 use bedplate_storage::Storage;
 use bedplate_types::{Error, ErrorKind, Result};
+use bedplate_virtio::inflight::InflightArea;
 use bedplate_virtio::memory::{GuestMemory, Region};
 use bedplate_virtio::spec;
 use bedplate_virtio::split::RingAddrs;
@@ -39,6 +40,8 @@ pub(crate) struct Session<S: Storage> {
     /// Acknowledged protocol features.
     pub protocol: u64,
     memory: Arc<GuestMemory>,
+    /// Records of the requests under way, where the front end keeps them for the next process.
+    inflight: Option<Arc<InflightArea>>,
     rings: Vec<RingState>,
 }
 
@@ -58,7 +61,7 @@ impl<S: Storage> Session<S> {
     pub(crate) fn new(shared: Arc<Shared<S>>, workers: Arc<Vec<Worker>>) -> Self {
         let rings = (0..shared.queues).map(|_| RingState::default()).collect();
         let memory = Arc::new(GuestMemory::default());
-        Self { shared, workers, features: 0, protocol: 0, memory, rings }
+        Self { shared, workers, features: 0, protocol: 0, memory, inflight: None, rings }
     }
 
     pub(crate) fn shared(&self) -> &Shared<S> {
@@ -114,6 +117,7 @@ impl<S: Storage> Session<S> {
                 next_avail: r.base,
                 event_idx,
                 memory: self.memory.clone(),
+                inflight: self.inflight.clone(),
                 kick: kick.clone(),
                 call: r.call.clone(),
                 err: r.err.clone(),
@@ -146,6 +150,7 @@ impl<S: Storage> Session<S> {
     pub(crate) fn reset(&mut self) -> Result<()> {
         self.stop_all()?;
         self.rings.iter_mut().for_each(|r| *r = RingState::default());
+        self.inflight = None;
         self.features = 0;
         self.shared.set_writeback(true);
         Ok(())
@@ -225,6 +230,14 @@ impl<S: Storage> Session<S> {
         let at = at.ok_or_else(|| invalid(format!("there is no memory region at {gpa:#x}")))?;
         regions.remove(at);
         self.set_memory(GuestMemory::new(regions)?)
+    }
+
+    /// Keeps records of the requests under way in `area` from now on, and does those again that it holds.
+    pub(crate) fn set_inflight(&mut self, area: InflightArea) -> Result<()> {
+        self.stop_all()?;
+        self.inflight = Some(Arc::new(area));
+        self.start_ready();
+        Ok(())
     }
 
     pub(crate) fn set_size(&mut self, index: u32, size: u32) -> Result<()> {

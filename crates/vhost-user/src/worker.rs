@@ -9,6 +9,7 @@ use crate::slow::{Context, Done};
 use bedplate_runtime::{Config, Handle, Idle, Runtime, Wait, readable};
 use bedplate_storage::Storage;
 use bedplate_types::{Error, ErrorKind, Result};
+use bedplate_virtio::inflight::InflightArea;
 use bedplate_virtio::memory::GuestMemory;
 use bedplate_virtio::split::RingAddrs;
 use rustix::event::epoll;
@@ -31,6 +32,7 @@ pub(crate) struct RingStart {
     pub next_avail: u16,
     pub event_idx: bool,
     pub memory: Arc<GuestMemory>,
+    pub inflight: Option<Arc<InflightArea>>,
     /// None: the ring is polled.
     pub kick: Option<Arc<OwnedFd>>,
     pub call: Option<Arc<OwnedFd>>,

@@ -9,6 +9,7 @@
 pub mod blk;
 pub mod config;
 pub mod driver;
+pub mod inflight;
 pub mod memory;
 pub mod split;
 

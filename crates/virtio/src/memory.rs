@@ -145,6 +145,11 @@ impl Region {
         self.len == 0
     }
 
+    /// The first byte in this process.
+    pub(crate) fn host(&self) -> *mut u8 {
+        self.host
+    }
+
     fn end(&self) -> u64 {
         self.gpa + self.len
     }

@@ -4,6 +4,7 @@
 //! is walked for at most [`MAX_CHAIN`] descriptors; a driver that breaks the ring itself (more heads than
 //! entries, a head out of range) breaks this queue and nothing else.
 
+use crate::inflight::InflightQueue;
 use crate::memory::GuestMemory;
 use crate::spec::{
     AVAIL_F_NO_INTERRUPT, DESC_F_INDIRECT, DESC_F_NEXT, DESC_F_WRITE, USED_F_NO_NOTIFY,
@@ -126,6 +127,9 @@ pub struct SplitQueue {
     next_used: u16,
     /// `next_used` when the driver was last considered for an interrupt; None before the first time.
     signalled: Option<u16>,
+    /// Chains that an earlier process had taken and not given back, the next one last.
+    again: Vec<u16>,
+    records: Option<InflightQueue>,
 }
 
 /// Index of `used_event` in the available ring's 16-bit words, and of the first entry.
@@ -173,9 +177,36 @@ impl SplitQueue {
             next_avail,
             next_used: 0,
             signalled: None,
+            again: Vec::new(),
+            records: None,
         };
         q.next_used = q.used_word(1).load(Ordering::Acquire).to_le();
         Ok(q)
+    }
+
+    /// Keeps records of the chains under way from now on. Those that an earlier process left are taken again, in
+    /// their old order, before any other; the available ring then goes on behind them.
+    ///
+    /// # Errors
+    /// `Broken` when the records are for a smaller queue.
+    pub fn keep_records(&mut self, mut records: InflightQueue) -> Result<(), Broken> {
+        if records.entries() < self.size {
+            return Err(Broken("the records of its requests are for a smaller queue"));
+        }
+        self.again = records.recover(self.size, self.next_used);
+        if !self.again.is_empty() {
+            // All chains before these were given back, so the used index counts them. There are `size` at most.
+            self.next_avail = self.next_used.wrapping_add(self.again.len() as u16);
+            self.seen_avail = self.next_avail;
+        }
+        self.records = Some(records);
+        Ok(())
+    }
+
+    /// True when chains of an earlier process are still to be taken.
+    #[inline]
+    pub fn has_again(&self) -> bool {
+        !self.again.is_empty()
     }
 
     /// Number of entries.
@@ -205,6 +236,7 @@ impl SplitQueue {
     #[inline]
     pub fn has_avail(&self) -> bool {
         self.seen_avail != self.next_avail
+            || self.has_again()
             || self.avail_word(1).load(Ordering::Acquire).to_le() != self.next_avail
     }
 
@@ -214,6 +246,9 @@ impl SplitQueue {
     /// [`Broken`]: nothing more may be taken from this queue.
     #[inline]
     pub fn pop(&mut self, memory: &GuestMemory, segs: &mut Vec<iovec>) -> Result<Pop, Broken> {
+        if let Some(head) = self.again.pop() {
+            return Ok(self.take(memory, head, segs));
+        }
         if self.seen_avail == self.next_avail {
             let idx = self.avail_word(1).load(Ordering::Acquire).to_le();
             if idx == self.next_avail {
@@ -230,11 +265,20 @@ impl SplitQueue {
             return Err(Broken("the driver made a descriptor available that does not exist"));
         }
         self.next_avail = self.next_avail.wrapping_add(1);
+        Ok(self.take(memory, head, segs))
+    }
+
+    /// Takes the chain at `head`, which is below the size.
+    #[inline]
+    fn take(&mut self, memory: &GuestMemory, head: u16, segs: &mut Vec<iovec>) -> Pop {
+        if let Some(records) = &mut self.records {
+            records.taken(head);
+        }
         segs.clear();
-        Ok(match self.walk(memory, head, segs) {
+        match self.walk(memory, head, segs) {
             Ok(readable) => Pop::Chain(Head(head), readable),
             Err(why) => Pop::Malformed(Head(head), why),
-        })
+        }
     }
 
     /// Collects a chain's segments; returns how many of them the driver wrote.
@@ -306,6 +350,9 @@ impl SplitQueue {
             entry.add(1).write_volatile(written.to_le());
         }
         self.next_used = self.next_used.wrapping_add(1);
+        if let Some(records) = &mut self.records {
+            records.given_back(head.0);
+        }
         std::mem::forget(head);
     }
 
@@ -313,6 +360,9 @@ impl SplitQueue {
     #[inline]
     pub fn publish(&mut self) {
         self.used_word(1).store(self.next_used.to_le(), Ordering::Release);
+        if let Some(records) = &mut self.records {
+            records.shown(self.next_used);
+        }
     }
 
     /// True when the driver wants an interrupt for what was published since the last call.

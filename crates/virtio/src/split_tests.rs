@@ -2,6 +2,8 @@
 
 use super::*;
 use crate::driver::{DriverQueue, SharedMemory};
+use crate::inflight::InflightArea;
+use std::sync::Arc;
 
 struct Rig {
     memory: SharedMemory,
@@ -273,4 +275,93 @@ fn random_rings_never_leave_guest_memory_and_every_chain_ends() {
         r.queue.publish();
     }
     assert!(chains > 1000 && malformed > 1000 && broken > 100, "{chains} {malformed} {broken}");
+}
+
+/// A driver with `size` chains of one buffer, a queue that keeps records, and their area.
+fn recorded(size: u16) -> (Rig, Arc<InflightArea>) {
+    let mut r = rig(size, false);
+    (0..size).for_each(|i| r.desc(i, 0x8000, 16, 0, 0));
+    let (file, len) = InflightArea::create(1, size).expect("area");
+    let area = Arc::new(InflightArea::map(&file, 0, len, 1, size).expect("map"));
+    r.queue.keep_records(area.queue(0).expect("records")).expect("kept");
+    (r, area)
+}
+
+impl Rig {
+    fn take(&mut self) -> Head {
+        match self.pop() {
+            Ok(Pop::Chain(head, _)) => head,
+            other => panic!("expected a chain, got {other:?}"),
+        }
+    }
+
+    /// The process is killed and another goes on; QEMU tells it the used index as the base. Returns what it takes.
+    fn killed(&mut self, area: &Arc<InflightArea>) -> Vec<u16> {
+        let addrs = self.driver.addrs(0);
+        let used = self.queue.used_word(1).load(Ordering::Relaxed);
+        let size = self.queue.size();
+        self.queue =
+            SplitQueue::new(self.memory.memory(), size, addrs, used, false).expect("queue");
+        self.queue.keep_records(area.queue(0).expect("records")).expect("kept");
+        assert_eq!(self.queue.has_again(), self.queue.next_avail() != used);
+        let mut taken = Vec::new();
+        while let Ok(Pop::Chain(head, _)) = self.pop() {
+            taken.push(head.index());
+            head.abandon();
+        }
+        assert!(!self.queue.has_again());
+        taken
+    }
+}
+
+#[test]
+fn requests_under_way_are_taken_again_in_their_order_and_those_given_back_are_not() {
+    let (mut r, area) = recorded(8);
+    for head in [5, 2, 7, 0, 3] {
+        r.driver.add(head);
+    }
+    r.driver.publish();
+    let heads = [r.take(), r.take(), r.take(), r.take()];
+    let [first, second, third, fourth] = heads;
+    // Given back out of order; the last one is not shown.
+    r.queue.push_used(third, 0);
+    r.queue.publish();
+    r.queue.push_used(first, 0);
+    second.abandon();
+    fourth.abandon();
+    assert_eq!(r.killed(&area), [5, 2, 0, 3], "again 5, 2 and 0, then 3 for the first time");
+    assert_eq!(r.killed(&area), [5, 2, 0, 3], "killed again");
+    r.driver.add(7);
+    r.driver.publish();
+    assert_eq!(r.killed(&area), [5, 2, 0, 3, 7]);
+}
+
+#[test]
+fn a_batch_that_was_shown_is_not_taken_again_wherever_the_clearing_of_its_records_stopped() {
+    let (mut r, area) = recorded(8);
+    (0..5).for_each(|head| r.driver.add(head));
+    r.driver.publish();
+    let heads = (0..5).map(|_| r.take()).collect::<Vec<_>>();
+    let mut last = None;
+    for head in heads {
+        // The last one stays under way.
+        if head.index() == 4 {
+            last = Some(head);
+        } else {
+            r.queue.push_used(head, 0);
+        }
+    }
+    // Killed after the index was shown, before any record was cleared: `publish` without what follows.
+    let used = r.queue.next_used;
+    r.queue.used_word(1).store(used.to_le(), Ordering::Release);
+    assert_eq!(r.killed(&area), [4]);
+    last.into_iter().for_each(Head::abandon);
+}
+
+#[test]
+fn records_of_a_smaller_queue_are_refused() {
+    let mut r = rig(16, false);
+    let (file, len) = InflightArea::create(1, 8).expect("area");
+    let area = Arc::new(InflightArea::map(&file, 0, len, 1, 8).expect("map"));
+    assert!(r.queue.keep_records(area.queue(0).expect("records")).is_err());
 }
