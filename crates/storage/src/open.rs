@@ -1,7 +1,7 @@
 //! Opening and creating: flags, kinds of file, locks, and sentences for all that can go wrong.
 
 use crate::file::{FileStorage, Parts};
-use crate::lock::{ImageLock, LockMode};
+use crate::lock::{ImageLock, IoMark, LATE_IO, LockMode};
 use crate::probe::{Blocks, DirectAlign};
 use bedplate_runtime::File;
 use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, Result};
@@ -248,8 +248,12 @@ impl FileStorage {
         };
         let len = length(&fd, &name)?;
         let blocks = Blocks::of(&fd, &st, device);
+        let file = File::new(fd);
+        let written = lock.is_some() && !options.read_only;
+        let mark = written.then(|| IoMark::set(tail.iter().chain([&file]).cloned()));
         Ok(Self::from_parts(Parts {
-            file: File::new(fd),
+            file,
+            mark,
             tail,
             lock,
             name,
@@ -270,5 +274,9 @@ fn take_lock(fd: &OwnedFd, options: &OpenOptions, name: &str) -> Result<Option<I
     }
     // A description of its own: rings keep the main one open for a while after it was closed here.
     let own = reopen(fd, OFlags::RDONLY, name)?;
-    ImageLock::take(own, &options.path, !options.read_only, options.lock)
+    let lock = ImageLock::take(own, &options.path, !options.read_only, options.lock)?;
+    if let (Some(lock), LockMode::Auto) = (&lock, options.lock) {
+        lock.wait_for_late_io(&options.path, LATE_IO)?;
+    }
+    Ok(lock)
 }

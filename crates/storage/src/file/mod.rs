@@ -22,7 +22,7 @@ mod extent;
 mod rw;
 mod space;
 
-use crate::lock::ImageLock;
+use crate::lock::{ImageLock, IoMark};
 use crate::probe::{Blocks, DirectAlign};
 use crate::{DirectPin, Extent, IoLimits, SegmentBits, Storage, ZeroMode};
 use bedplate_runtime::File;
@@ -44,6 +44,7 @@ pub(crate) struct Parts {
     /// The same file through the page cache, for last blocks; regular files opened for direct writing have it.
     pub(crate) tail: Option<Arc<File>>,
     pub(crate) lock: Option<ImageLock>,
+    pub(crate) mark: Option<IoMark>,
     pub(crate) name: String,
     pub(crate) len: u64,
     pub(crate) read_only: bool,
@@ -76,6 +77,7 @@ struct Inner {
     /// What the file system or device has turned out not to have.
     no_punch: AtomicBool,
     no_zero_range: AtomicBool,
+    _mark: Option<IoMark>,
     _lock: Option<ImageLock>,
 }
 
@@ -207,6 +209,7 @@ impl FileStorage {
             extents: ExtentCache::new(p.read_only),
             no_punch: AtomicBool::new(false),
             no_zero_range: AtomicBool::new(false),
+            _mark: p.mark,
             _lock: p.lock,
         };
         Self { inner: Arc::new(inner) }
