@@ -1,6 +1,6 @@
 //! The words of the command line.
 
-use crate::{check, create, info, map, serve};
+use crate::{check, create, info, map, serve, snapshot};
 use bedplate_types::limits;
 use clap::{Parser, Subcommand, ValueEnum};
 
@@ -51,6 +51,7 @@ pub enum Verb {
     Info(info::InfoArgs),
     Check(check::CheckArgs),
     Map(map::MapArgs),
+    Snapshot(snapshot::SnapshotArgs),
     Serve(serve::ServeArgs),
 }
 

@@ -12,6 +12,7 @@ mod info;
 mod map;
 mod output;
 mod serve;
+mod snapshot;
 
 use clap::Parser;
 use cli::{Cli, Verb};
@@ -33,6 +34,7 @@ fn main() -> ExitCode {
         Verb::Info(args) => info::run(&args),
         Verb::Check(args) => check::run(&args),
         Verb::Map(args) => map::run(&args),
+        Verb::Snapshot(args) => snapshot::run(&args),
         Verb::Serve(args) => serve::run(&args),
     };
     match done {

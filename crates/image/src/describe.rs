@@ -38,15 +38,7 @@ fn write_all(out: &mut String, info: &ImageInfo) -> fmt::Result {
     if let Some(format) = &info.backing_filename_format {
         writeln!(out, "backing file format: {format}")?;
     }
-    if !info.snapshots.is_empty() {
-        writeln!(out, "Snapshot list:")?;
-        writeln!(
-            out,
-            "{:<7} {:<16} {:>8} {:>20} {:>13} {:>10}",
-            "ID", "TAG", "VM_SIZE", "DATE (UTC)", "VM_CLOCK", "ICOUNT"
-        )?;
-        info.snapshots.iter().try_for_each(|s| write_snapshot(out, s))?;
-    }
+    snapshot_list(out, &info.snapshots)?;
     if let Some(specific) = &info.format_specific {
         writeln!(out, "Format specific information:")?;
         write_qcow2(out, &specific.data)?;
@@ -58,6 +50,20 @@ fn write_all(out: &mut String, info: &ImageInfo) -> fmt::Result {
         writeln!(out, "note: its content looks like a qcow2 image; if it is one, state -f qcow2")?;
     }
     Ok(())
+}
+
+/// The snapshots, a line each under a headline; nothing when there are none.
+pub(crate) fn snapshot_list(out: &mut String, snapshots: &[SnapshotInfo]) -> fmt::Result {
+    if snapshots.is_empty() {
+        return Ok(());
+    }
+    writeln!(out, "Snapshot list:")?;
+    writeln!(
+        out,
+        "{:<7} {:<16} {:>8} {:>20} {:>13} {:>10}",
+        "ID", "TAG", "VM_SIZE", "DATE (UTC)", "VM_CLOCK", "ICOUNT"
+    )?;
+    snapshots.iter().try_for_each(|s| write_snapshot(out, s))
 }
 
 fn write_qcow2(out: &mut String, data: &Qcow2Info) -> fmt::Result {

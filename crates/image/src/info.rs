@@ -282,7 +282,7 @@ fn describe_header(info: &mut ImageInfo, path: &Path, header: &Header) -> Result
     Ok(())
 }
 
-fn snapshot_info(snapshot: &Snapshot) -> SnapshotInfo {
+pub(crate) fn snapshot_info(snapshot: &Snapshot) -> SnapshotInfo {
     SnapshotInfo {
         id: printable(&snapshot.id),
         name: printable(&snapshot.name),

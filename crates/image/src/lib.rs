@@ -13,6 +13,7 @@ mod describe;
 mod info;
 mod map;
 mod name;
+mod snapshot;
 mod text;
 
 pub use chain::{ChainOptions, OpenLayer, OpenedDisk, open_chain, open_null};
@@ -24,4 +25,5 @@ pub use info::{
 };
 pub use map::{MapEntry, map};
 pub use name::format_of;
+pub use snapshot::{SnapshotChange, change_snapshots, describe_snapshots, snapshots};
 pub use text::human_size;

@@ -41,6 +41,11 @@ impl SliceCache {
     fn lists(&self) -> MutexGuard<'_, Lists> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Takes all slices off the list of those in memory.
+    pub(crate) fn take_resident(&self) -> VecDeque<SliceId> {
+        std::mem::take(&mut self.lists().resident)
+    }
 }
 
 /// Ends a load, however it went.

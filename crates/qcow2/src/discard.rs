@@ -72,7 +72,7 @@ impl<S: Storage> Qcow2<S> {
         let cluster = self.tables.cluster();
         let start = at.get().next_multiple_of(cluster);
         let end = at.get().saturating_add(len.get());
-        let end = if end >= self.size.get() {
+        let end = if end >= self.size().get() {
             end.next_multiple_of(cluster)
         } else {
             end - end % cluster

@@ -14,6 +14,8 @@ pub enum OrderRule {
     FreeLater = 4,
     /// I4: a flush ends only when the mappings are durable.
     FlushWaits = 8,
+    /// I6: a new generation of the metadata is durable before the header names it.
+    GenerationFirst = 16,
 }
 
 /// The rules that are switched off; none, but in tests.

@@ -11,7 +11,7 @@ use bedplate_runtime::sync::{AsyncMutex, Epochs, FlushSequencer, RangeLock};
 use bedplate_storage::Storage;
 use bedplate_types::{ByteLen, Error, ErrorKind, Result};
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
@@ -21,7 +21,8 @@ use std::time::Instant;
 pub struct Qcow2<S: Storage> {
     pub(crate) storage: S,
     pub(crate) read_only: bool,
-    pub(crate) size: ByteLen,
+    /// The disk's size in bytes.
+    pub(crate) size: AtomicU64,
     pub(crate) tables: Tables,
     pub(crate) cache: SliceCache,
     pub(crate) space: Space,
@@ -70,7 +71,7 @@ impl<S: Storage> Qcow2<S> {
         Self {
             storage,
             read_only,
-            size: header.disk_size(),
+            size: AtomicU64::new(header.disk_size().get()),
             tables,
             cache,
             space,
@@ -98,7 +99,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// The size of the disk in the image.
     pub fn size(&self) -> ByteLen {
-        self.size
+        ByteLen::new(self.size.load(Ordering::Acquire))
     }
 
     /// The cluster size.

@@ -79,7 +79,7 @@ impl<S: Storage> Qcow2<S> {
         };
         let space = Space::new(geo, header.refcounts().context(refused)?, found);
         let slices = (options.l2_cache.get() / geo.slice_bytes() as u64) as usize;
-        let tables = Tables::new(geo, codec, l1.clone());
+        let tables = Tables::new(geo, codec, &l1);
         let image =
             Self::assemble(storage, header, !writable, tables, SliceCache::new(slices), space, l1);
         if writable {
@@ -128,7 +128,7 @@ fn check_bitmaps(header: &Header, geo: Geometry) -> Result<()> {
 }
 
 /// Where metadata lies, and the refcount table.
-async fn find_space<S: Storage>(
+pub(crate) async fn find_space<S: Storage>(
     storage: &S,
     header: &Header,
     geo: Geometry,
@@ -233,6 +233,6 @@ pub(crate) async fn read_bytes<S: Storage>(
     Ok(buf.into_buf()?.to_vec())
 }
 
-fn words(bytes: &[u8]) -> Vec<u64> {
+pub(crate) fn words(bytes: &[u8]) -> Vec<u64> {
     bytes.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect()
 }

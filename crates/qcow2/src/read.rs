@@ -22,6 +22,11 @@ impl Unpacked {
         kept.iter().find(|(c, _)| c == cluster).map(|(_, bytes)| bytes.clone())
     }
 
+    /// Forgets everything: places are about to hold something else.
+    pub(crate) fn clear(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
     fn put(&self, cluster: CompressedCluster, bytes: Arc<Vec<u8>>) {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.len() >= KEPT {

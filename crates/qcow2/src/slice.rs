@@ -99,6 +99,11 @@ impl Slice {
         self.state().writing = false;
     }
 
+    /// Marks the slice as dropped from the cache because its table is another one now. It must be clean.
+    pub(crate) fn forget(&self) {
+        self.state().gone = true;
+    }
+
     /// Marks the slice as dropped from the cache, unless it is in use or holds what is not yet written.
     pub(crate) fn retire(&self) -> bool {
         if self.recent.swap(false, Ordering::Relaxed) {

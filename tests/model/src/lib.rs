@@ -8,6 +8,7 @@
 //! - [`plain`] runs operations against a byte array.
 //! - [`record`] runs operations and keeps what each sector may hold at each moment ([`Oracle`]); [`examine()`] goes
 //!   through the crash states of the run.
+//! - [`upkeep()`] does work on whole images (snapshots) between writes, and goes through the crash states of that.
 #![forbid(unsafe_code)]
 
 mod bed;
@@ -18,12 +19,14 @@ mod pattern;
 pub mod plain;
 pub mod qemu;
 mod spec;
+mod upkeep;
 mod workload;
 
 pub use bed::{Bed, Open, check_image, is_dirty, read_all};
 pub use examine::{Budget, Violation, examine, verify_now};
 pub use oracle::Oracle;
 pub use spec::{BelowKind, BelowSpec, Seeds, Spec};
+pub use upkeep::{Chores, Done, upkeep};
 pub use workload::{Profile, Recorded, Trouble, record};
 
 /// Runs `body` for each seed and panics with the seed at the first failure. A panic inside names the seed too.

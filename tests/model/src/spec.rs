@@ -57,7 +57,7 @@ pub struct Spec {
 }
 
 /// One of several choices with weights.
-fn weighted<T: Copy>(rng: &mut Rng, choices: &[(u64, T)]) -> T {
+pub(crate) fn weighted<T: Copy>(rng: &mut Rng, choices: &[(u64, T)]) -> T {
     let mut left = rng.below(choices.iter().map(|c| c.0).sum());
     for (weight, value) in choices {
         match left.checked_sub(*weight) {

@@ -5,6 +5,7 @@ mod create;
 mod info;
 mod map;
 mod serve;
+mod snapshot;
 mod usage;
 
 use anyhow::{Context, Result, ensure};

@@ -13,6 +13,7 @@ mod free;
 mod grow;
 mod lease;
 mod reclaim;
+mod reset;
 
 pub(crate) use blocks::Block;
 pub(crate) use free::{FreeMap, FreeRun};

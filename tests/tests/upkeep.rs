@@ -1,0 +1,61 @@
+//! Work on whole images: whatever is done between writes, the image stays sound and holds what it must, and a power cut
+//! at any moment leaves it as it was before the step or as it is after.
+
+use bedplate_model::{Chores, Seeds, Spec, for_seeds, seeds, upkeep};
+use bedplate_qcow2::OrderRule;
+use bedplate_sim::Rng;
+
+fn chores(name: &str, count: (u64, u64), chores: Chores) -> (u64, u64, u64) {
+    let (mut changes, mut failed, mut states) = (0, 0, 0);
+    for_seeds(name, seeds(count.0, count.1), |seed| {
+        let qemu = seed % 40 == 0;
+        let done = upkeep(seed, Chores { qemu, ..chores })?;
+        changes += done.changes;
+        failed += done.failed;
+        states += done.states;
+        Ok(())
+    });
+    println!("{name}: {changes} changes, {failed} failed, {states} crash states");
+    (changes, failed, states)
+}
+
+/// Few refcount blocks in small clusters, so that every block and the table come up.
+fn small(rng: &mut Rng) -> Spec {
+    let spec = Spec::tiny(rng);
+    let snapshots = if spec.refcount_bits == 1 { 0 } else { rng.below(3) };
+    Spec { seeds: Seeds { filled: 60, zero: 0, snapshots, ..spec.seeds }, ..spec }
+}
+
+#[test]
+fn snapshots_of_any_image_hold_what_they_were_made_of() {
+    chores("snapshots", (250, 4000), Chores::SNAPSHOTS);
+}
+
+#[test]
+fn i6_a_power_cut_leaves_a_change_of_snapshots_done_or_not_begun() {
+    let cut = Chores { spec: small, states: 250, steps: 10, write: 30, ..Chores::SNAPSHOTS };
+    let (.., states) = chores("snapshots and power cuts", (40, 600), cut);
+    assert!(states > 5000, "only {states} states");
+}
+
+#[test]
+fn snapshots_on_a_device_find_their_space_inside_it() {
+    let device = Chores { device: true, ..Chores::SNAPSHOTS };
+    chores("snapshots on a device", (60, 600), device);
+}
+
+#[test]
+fn a_change_of_snapshots_that_fails_leaves_the_image_as_it_was() {
+    let faults = Chores { faults: true, ..Chores::SNAPSHOTS };
+    let (_, failed, _) = chores("snapshots and faults", (120, 2000), faults);
+    assert!(failed > 20, "only {failed} failed");
+}
+
+#[test]
+fn naming_a_generation_before_it_is_durable_is_noticed() {
+    let broken = Some(OrderRule::GenerationFirst);
+    let cut = Chores { spec: small, states: 250, broken, ..Chores::SNAPSHOTS };
+    let noticed = (0..20).find_map(|seed| upkeep(seed, cut).err());
+    let what = noticed.expect("a violation is found");
+    assert!(what.contains("power cut in step"), "noticed as: {what}");
+}
