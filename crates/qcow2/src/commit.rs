@@ -10,7 +10,7 @@ use crate::space::{FreeRun, Freed};
 use bedplate_runtime::buf::SharedBuf;
 use bedplate_storage::Storage;
 use bedplate_types::{ByteLen, Error, ErrorKind, HostOffset, Result};
-use std::collections::BTreeMap;
+use smallvec::SmallVec;
 
 impl<S: Storage> Qcow2<S> {
     /// Makes the mappings of all jobs whose data was written; the clusters of the others go back.
@@ -33,36 +33,50 @@ impl<S: Storage> Qcow2<S> {
             jobs.iter_mut().for_each(|j| j.failed = Some(e.clone()));
             return;
         }
-        let mut slices: BTreeMap<SliceId, Vec<(usize, u64, usize)>> = BTreeMap::new();
-        for (index, job) in jobs.iter_mut().enumerate() {
-            if job.failed.is_some() || job.is_mapped() {
-                continue;
-            }
-            let (id, entry) = self.tables.locate(job.at);
-            let new = L2Entry::Data { host: job.host, copied: true };
-            match self.tables.codec.encode_l2(new) {
-                Some(word) => slices.entry(id).or_default().push((entry, word, index)),
-                None => job.failed = Some(self.unencodable(job.host)),
-            }
-        }
-        for (id, changes) in slices {
-            let words: Vec<(usize, u64)> = changes.iter().map(|(e, w, _)| (*e, *w)).collect();
-            let result = self.set_entries(id, &words).await;
-            for (_, _, index) in changes {
-                let Some(job) = jobs.get_mut(index) else { continue };
-                match &result {
-                    Ok(()) if job.needs_cluster() => {
-                        self.space.note_freed(self.references(job.old))
-                    }
-                    Ok(()) => {}
-                    Err(e) => job.failed = Some(e.clone()),
-                }
-            }
+        // Jobs are sorted by guest address, so those of a slice follow each other.
+        let mut changes: SmallVec<[(usize, u64); 32]> = SmallVec::new();
+        let mut first = 0;
+        while let Some(job) = jobs.get(first) {
+            let (id, _) = self.tables.locate(job.at);
+            let same = |job: &&Job| self.tables.locate(job.at).0 == id;
+            let end = first + jobs[first..].iter().take_while(same).count();
+            self.commit_slice(id, &mut jobs[first..end], &mut changes).await;
+            first = end;
         }
         if self.dirty().slices.len() * 2 > self.cache.capacity()
             && let Err(e) = self.write_back().await
         {
             tracing::debug!("write-back under pressure failed: {e:#}");
+        }
+    }
+
+    /// Makes the mappings of jobs that lie in one slice.
+    async fn commit_slice(
+        &self,
+        id: SliceId,
+        jobs: &mut [Job],
+        changes: &mut SmallVec<[(usize, u64); 32]>,
+    ) {
+        changes.clear();
+        for job in jobs.iter_mut().filter(|j| j.failed.is_none() && !j.is_mapped()) {
+            let new = L2Entry::Data { host: job.host, copied: true };
+            match self.tables.codec.encode_l2(new) {
+                Some(word) => changes.push((self.tables.locate(job.at).1, word)),
+                None => job.failed = Some(self.unencodable(job.host)),
+            }
+        }
+        if changes.is_empty() {
+            return;
+        }
+        let result = self.set_entries(id, changes).await;
+        for job in jobs.iter_mut().filter(|j| j.failed.is_none() && !j.is_mapped()) {
+            match &result {
+                Err(e) => job.failed = Some(e.clone()),
+                Ok(()) if job.needs_cluster() && job.old != L2Entry::Unallocated => {
+                    self.space.note_freed(self.references(job.old));
+                }
+                Ok(()) => {}
+            }
         }
     }
 

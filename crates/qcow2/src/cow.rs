@@ -9,6 +9,7 @@ use crate::mapping::CompressedCluster;
 use bedplate_runtime::buf::{IoVec, SharedBuf};
 use bedplate_storage::Storage;
 use bedplate_types::{ByteLen, Error, GuestOffset, HostOffset, Result};
+use smallvec::SmallVec;
 
 /// A part of one write, inside one cluster.
 pub(crate) struct Part {
@@ -30,7 +31,7 @@ pub(crate) struct Job {
     pub(crate) at: GuestOffset,
     /// The entry before.
     pub(crate) old: L2Entry,
-    pub(crate) parts: Vec<Part>,
+    pub(crate) parts: SmallVec<[Part; 1]>,
     /// Where the cluster will be.
     pub(crate) host: HostOffset,
     /// That space reads as zeroes, and may stay unwritten.
@@ -39,8 +40,8 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    pub(crate) fn new(at: GuestOffset, old: L2Entry, mut parts: Vec<Part>) -> Self {
-        parts.sort_by_key(|p| (p.within, p.write));
+    /// A job for parts that are sorted by place, then by write.
+    pub(crate) fn new(at: GuestOffset, old: L2Entry, parts: SmallVec<[Part; 1]>) -> Self {
         Self { at, old, parts, host: HostOffset::ZERO, zeroed: false, failed: None }
     }
 
@@ -59,8 +60,8 @@ impl Job {
     }
 
     /// The byte ranges of the cluster that no part covers.
-    fn gaps(&self, cluster: u64) -> Vec<(u64, u64)> {
-        let mut gaps = Vec::new();
+    fn gaps(&self, cluster: u64) -> SmallVec<[(u64, u64); 2]> {
+        let mut gaps = SmallVec::new();
         let mut at = 0;
         for part in &self.parts {
             if part.within > at {
@@ -82,10 +83,11 @@ impl Job {
     }
 
     /// What the parts write; where they overlap, the later write of the batch wins.
-    fn data(&self) -> Result<Vec<Segment>> {
+    fn data(&self, segments: &mut Vec<Segment>) -> Result<()> {
         if !self.overlapping() {
             let segment = |p: &Part| Segment { within: p.within, buf: p.buf.clone() };
-            return Ok(self.parts.iter().map(segment).collect());
+            segments.extend(self.parts.iter().map(segment));
+            return Ok(());
         }
         let mut order: Vec<&Part> = self.parts.iter().collect();
         order.sort_by_key(|p| p.write);
@@ -95,7 +97,6 @@ impl Job {
         for part in order {
             flat.copy_between(part.within as usize, &part.buf, 0, part.buf.len());
         }
-        let mut segments = Vec::new();
         let mut at = 0;
         for (start, end) in self.gaps(len).into_iter().chain([(len, len)]) {
             if start > at {
@@ -106,14 +107,45 @@ impl Job {
             }
             at = end;
         }
-        Ok(segments)
+        Ok(())
+    }
+
+    /// True when nothing of the old content must be read, whatever the parts leave open.
+    fn needs_no_reading(&self, below: &impl Below) -> bool {
+        match self.old {
+            L2Entry::Data { copied, .. } => copied,
+            L2Entry::Unallocated => below.is_empty(),
+            L2Entry::Zero { .. } => true,
+            L2Entry::Compressed { .. } => false,
+        }
     }
 }
 
 impl<S: Storage> Qcow2<S> {
+    /// Adds all that must be written to a job's cluster to `segments`, if that needs no I/O; else adds nothing.
+    pub(crate) fn compose_at_once<B: Below>(
+        &self,
+        below: &B,
+        job: &Job,
+        segments: &mut Vec<Segment>,
+    ) -> Result<bool> {
+        let gaps = job.gaps(self.tables.cluster());
+        if !gaps.is_empty() && !job.needs_no_reading(below) {
+            return Ok(false);
+        }
+        job.data(segments)?;
+        if !job.is_mapped() {
+            for (start, end) in gaps {
+                self.fill_zeroes(job, start, end, segments)?;
+            }
+        }
+        Ok(true)
+    }
+
     /// All that must be written to a job's cluster: its data, and around it the old content.
     pub(crate) async fn compose<B: Below>(&self, below: &B, job: &Job) -> Result<Vec<Segment>> {
-        let mut segments = job.data()?;
+        let mut segments = Vec::new();
+        job.data(&mut segments)?;
         if job.is_mapped() {
             return Ok(segments);
         }
@@ -209,20 +241,24 @@ mod tests {
             buf.copy_from(0, bytes);
             Part { write: *write, within: *within, buf }
         };
-        Job::new(GuestOffset::ZERO, L2Entry::Unallocated, parts.iter().map(part).collect())
+        let mut parts: SmallVec<[Part; 1]> = parts.iter().map(part).collect();
+        parts.sort_by_key(|p| (p.within, p.write));
+        Job::new(GuestOffset::ZERO, L2Entry::Unallocated, parts)
     }
 
     #[test]
     fn gaps_are_what_no_part_covers() {
-        assert_eq!(job(&[(0, 2, &[1; 3]), (1, 8, &[1; 2])]).gaps(12), [(0, 2), (5, 8), (10, 12)]);
-        assert_eq!(job(&[(0, 0, &[1; 12])]).gaps(12), []);
-        assert_eq!(job(&[(0, 1, &[1; 8]), (1, 2, &[2; 2])]).gaps(12), [(0, 1), (9, 12)]);
+        let gaps = |parts: &[(usize, u64, &[u8])]| job(parts).gaps(12).to_vec();
+        assert_eq!(gaps(&[(0, 2, &[1; 3]), (1, 8, &[1; 2])]), [(0, 2), (5, 8), (10, 12)]);
+        assert_eq!(gaps(&[(0, 0, &[1; 12])]), []);
+        assert_eq!(gaps(&[(0, 1, &[1; 8]), (1, 2, &[2; 2])]), [(0, 1), (9, 12)]);
     }
 
     #[test]
     fn where_parts_overlap_the_later_write_wins() {
-        let segments =
-            job(&[(1, 1, &[2; 4]), (0, 3, &[1; 4]), (2, 9, &[3; 1])]).data().expect("memory");
+        let mut segments = Vec::new();
+        let job = job(&[(1, 1, &[2; 4]), (0, 3, &[1; 4]), (2, 9, &[3; 1])]);
+        job.data(&mut segments).expect("memory");
         let flat: Vec<(u64, Vec<u8>)> = segments
             .iter()
             .map(|s| {

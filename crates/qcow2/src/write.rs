@@ -4,7 +4,7 @@
 //! leaves the image as it was.
 
 use crate::below::Below;
-use crate::cow::{Job, Part, Segment};
+use crate::cow::{Job, Part};
 use crate::format::L2Entry;
 use crate::image::Qcow2;
 use crate::mapping::Mapping;
@@ -12,7 +12,7 @@ use bedplate_runtime::buf::IoVec;
 use bedplate_storage::Storage;
 use bedplate_types::{ByteLen, Error, GuestOffset, HostOffset, Result};
 use futures_util::future::join_all;
-use std::collections::BTreeMap;
+use smallvec::SmallVec;
 
 /// Segments and bytes of one vectored write, at most.
 const JOIN_SEGMENTS: usize = 512;
@@ -20,7 +20,7 @@ const JOIN_BYTES: usize = 4 << 20;
 
 /// A new cluster of up to this many bytes is written whole, zeroes around the data. That costs bandwidth once, and saves
 /// the file system from converting space piece by piece at every first write (`docs/architecture.md`, "Space").
-const WRITTEN_WHOLE: u64 = 64 << 10;
+pub(crate) const WRITTEN_WHOLE: u64 = 64 << 10;
 
 /// Results of a batch, one a write; the first failure of a write stays.
 struct Outcome(Vec<Result<()>>);
@@ -50,22 +50,23 @@ impl<S: Storage> Qcow2<S> {
         // Host space found by the look-ups stays in place until all in-place writes have ended.
         let _pin = self.epochs.guard();
         let mut in_place = Vec::new();
-        let mut clusters: BTreeMap<u64, Vec<Part>> = BTreeMap::new();
+        let mut parts = Vec::with_capacity(writes.len());
         for (write, (at, buf)) in writes.iter().enumerate() {
-            if let Err(e) = self.sort_out(write, *at, buf, &mut in_place, &mut clusters).await {
+            if let Err(e) = self.sort_out(write, *at, buf, &mut in_place, &mut parts).await {
                 outcome.fail(write, &e);
             }
         }
-        let direct =
-            join_all(in_place.into_iter().map(|(write, host, buf)| async move {
-                (write, self.storage.write(host, buf).await)
-            }));
-        let (direct, allocated) =
-            futures_util::future::join(direct, self.write_allocating(below, clusters)).await;
-        for (write, result) in direct.into_iter().chain(allocated) {
-            if let Err(e) = result {
-                outcome.fail(write, &e);
-            }
+        let failed = if in_place.is_empty() {
+            self.write_allocating(below, parts).await
+        } else {
+            let direct = self.write_in_place(in_place);
+            let (mut failed, more) =
+                futures_util::future::join(direct, self.write_allocating(below, parts)).await;
+            failed.extend(more);
+            failed
+        };
+        for (write, e) in failed {
+            outcome.fail(write, &e);
         }
         outcome.0
     }
@@ -77,7 +78,7 @@ impl<S: Storage> Qcow2<S> {
         at: GuestOffset,
         buf: &IoVec,
         in_place: &mut Vec<(usize, HostOffset, IoVec)>,
-        clusters: &mut BTreeMap<u64, Vec<Part>>,
+        parts: &mut Vec<(u64, Part)>,
     ) -> Result<()> {
         let mut done = 0;
         while done < buf.len() {
@@ -92,7 +93,7 @@ impl<S: Storage> Qcow2<S> {
                     let within = self.tables.geo.in_cluster(here);
                     let n = left.get().min(self.tables.cluster() - within);
                     let part = Part { write, within, buf: buf.slice(done, n as usize) };
-                    clusters.entry(here.get() / self.tables.cluster()).or_default().push(part);
+                    parts.push((here.get() / self.tables.cluster(), part));
                     n
                 }
             };
@@ -101,51 +102,77 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Writes parts whose clusters need a new mapping. Returns a result for each part's write.
+    async fn write_in_place(&self, parts: Vec<(usize, HostOffset, IoVec)>) -> Vec<(usize, Error)> {
+        let writes = parts.into_iter().map(|(write, host, buf)| async move {
+            self.storage.write(host, buf).await.err().map(|e| (write, e))
+        });
+        join_all(writes).await.into_iter().flatten().collect()
+    }
+
+    /// Writes parts, given with their clusters, that need a new mapping. Returns the writes that failed.
     async fn write_allocating<B: Below>(
         &self,
         below: &B,
-        clusters: BTreeMap<u64, Vec<Part>>,
-    ) -> Vec<(usize, Result<()>)> {
-        if clusters.is_empty() {
+        mut parts: Vec<(u64, Part)>,
+    ) -> Vec<(usize, Error)> {
+        if parts.is_empty() {
             return Vec::new();
         }
-        let writes: Vec<usize> = clusters.values().flatten().map(|p| p.write).collect();
-        let all = |e: &Error| writes.iter().map(|w| (*w, Err(e.clone()))).collect();
-        let _range = self.ranges.exclusive_many(&self.lock_ranges(clusters.keys().copied())).await;
-        let mut jobs = match self.make_jobs(clusters).await {
+        parts.sort_by_key(|(cluster, p)| (*cluster, p.within, p.write));
+        let writes: SmallVec<[usize; 32]> = parts.iter().map(|(_, p)| p.write).collect();
+        let all = |e: Error| writes.iter().map(|w| (*w, e.clone())).collect();
+        let ranges = self.lock_ranges(parts.chunk_by(|a, b| a.0 == b.0).map(|same| same[0].0));
+        let _range = self.ranges.exclusive_many(&ranges).await;
+        let mut jobs = match self.make_jobs(parts).await {
             Ok(jobs) => jobs,
-            Err(e) => return all(&e),
+            Err(e) => return all(e),
         };
         if let Err(e) = self.place_jobs(&mut jobs).await {
-            return all(&e);
+            return all(e);
         }
-        let composed = join_all(jobs.iter().map(|job| self.compose(below, job))).await;
-        let mut segments = Vec::new();
-        for (index, result) in composed.into_iter().enumerate() {
-            match (result, jobs.get_mut(index)) {
-                (Ok(parts), Some(job)) => {
-                    segments.extend(parts.into_iter().map(|s| (index, job.host, s)))
-                }
-                (Err(e), Some(job)) => job.failed = Some(e),
-                (_, None) => {}
-            }
-        }
+        let segments = self.compose_all(below, &mut jobs).await;
         self.write_segments(&mut jobs, segments).await;
         self.commit(&mut jobs).await;
-        let mut results = Vec::new();
-        for job in &jobs {
-            for part in &job.parts {
-                results.push((part.write, job.failed.clone().map_or(Ok(()), Err)));
+        let failed = jobs.iter().filter_map(|job| job.failed.as_ref().map(|e| (&job.parts, e)));
+        failed.flat_map(|(parts, e)| parts.iter().map(|p| (p.write, e.clone()))).collect()
+    }
+
+    /// All that must be written, by place in the file, with the index of its job.
+    async fn compose_all<B: Below>(&self, below: &B, jobs: &mut [Job]) -> Vec<(u64, usize, IoVec)> {
+        let mut all = Vec::with_capacity(jobs.len());
+        let (mut segments, mut later) = (Vec::new(), Vec::new());
+        for (index, job) in jobs.iter_mut().enumerate() {
+            match self.compose_at_once(below, job, &mut segments) {
+                Ok(true) => {}
+                Ok(false) => later.push(index),
+                Err(e) => job.failed = Some(e),
+            }
+            let host = job.host.get();
+            all.extend(segments.drain(..).map(|s| (host.saturating_add(s.within), index, s.buf)));
+        }
+        let reads = later.iter().filter_map(|index| jobs.get(*index));
+        let composed = join_all(reads.map(|job| self.compose(below, job))).await;
+        for (index, result) in later.into_iter().zip(composed) {
+            let Some(job) = jobs.get_mut(index) else { continue };
+            let host = job.host.get();
+            match result {
+                Ok(more) => all.extend(
+                    more.into_iter().map(|s| (host.saturating_add(s.within), index, s.buf)),
+                ),
+                Err(e) => job.failed = Some(e),
             }
         }
-        results
+        all.sort_by_key(|(at, ..)| *at);
+        all
     }
 
     /// Byte ranges for the range lock, neighbours joined.
-    pub(crate) fn lock_ranges(&self, clusters: impl Iterator<Item = u64>) -> Vec<(u64, u64)> {
+    pub(crate) fn lock_ranges(
+        &self,
+        clusters: impl Iterator<Item = u64>,
+    ) -> SmallVec<[(u64, u64); 32]> {
         let size = self.tables.cluster();
-        let mut ranges: Vec<(u64, u64)> = Vec::new();
+        let mut ranges: SmallVec<[(u64, u64); 32]> = SmallVec::new();
         for cluster in clusters {
             let start = cluster * size;
             match ranges.last_mut() {
@@ -157,14 +184,19 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Looks at each cluster again, now that nobody else changes it, and makes sure that its L2 table exists and
-    /// may be changed.
-    async fn make_jobs(&self, clusters: BTreeMap<u64, Vec<Part>>) -> Result<Vec<Job>> {
-        let mut jobs = Vec::with_capacity(clusters.len());
-        for (cluster, parts) in clusters {
+    /// may be changed. Parts are sorted by cluster.
+    async fn make_jobs(&self, parts: Vec<(u64, Part)>) -> Result<Vec<Job>> {
+        let mut jobs: Vec<Job> = Vec::with_capacity(parts.len());
+        for (cluster, part) in parts {
             let at = GuestOffset::new(cluster * self.tables.cluster());
-            let (id, _) = self.tables.locate(at);
-            self.ensure_table(id.l1).await?;
-            jobs.push(Job::new(at, self.entry(at).await?, parts));
+            match jobs.last_mut() {
+                Some(job) if job.at == at => job.parts.push(part),
+                _ => {
+                    let (id, _) = self.tables.locate(at);
+                    self.ensure_table(id.l1).await?;
+                    jobs.push(Job::new(at, self.entry(at).await?, SmallVec::from([part])));
+                }
+            }
         }
         Ok(jobs)
     }
@@ -195,15 +227,10 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Writes all data; neighbours in the file go out as one vectored write.
-    async fn write_segments(&self, jobs: &mut [Job], segments: Vec<(usize, HostOffset, Segment)>) {
-        let mut sorted: Vec<(u64, usize, IoVec)> = segments
-            .into_iter()
-            .map(|(job, host, s)| (host.get().saturating_add(s.within), job, s.buf))
-            .collect();
-        sorted.sort_by_key(|(at, ..)| *at);
-        let mut joined: Vec<(u64, IoVec, Vec<usize>)> = Vec::new();
-        for (at, job, buf) in sorted {
+    /// Writes all data, sorted by place; neighbours in the file go out as one vectored write.
+    async fn write_segments(&self, jobs: &mut [Job], segments: Vec<(u64, usize, IoVec)>) {
+        let mut joined: Vec<(u64, IoVec, SmallVec<[usize; 32]>)> = Vec::new();
+        for (at, job, buf) in segments {
             match joined.last_mut() {
                 Some((first, have, owners))
                     if *first + have.len() as u64 == at
@@ -213,7 +240,7 @@ impl<S: Storage> Qcow2<S> {
                     have.append(buf);
                     owners.push(job);
                 }
-                _ => joined.push((at, buf, vec![job])),
+                _ => joined.push((at, buf, SmallVec::from_slice(&[job]))),
             }
         }
         let all = joined.into_iter().map(|(at, buf, owners)| async move {

@@ -262,7 +262,12 @@ impl IoVec {
     /// Adds the segments of `other` behind these.
     pub fn append(&mut self, other: Self) {
         self.segs.extend(other.segs);
-        self.owners.extend(other.owners);
+        for owner in other.owners {
+            // Requests of one guest share its memory: one reference is enough.
+            if self.owners.last().is_none_or(|last| !Arc::ptr_eq(last, &owner)) {
+                self.owners.push(owner);
+            }
+        }
         self.len = self.len.saturating_add(other.len);
     }
 

@@ -43,6 +43,14 @@ pub(crate) struct Inner {
     closed: Cell<bool>,
 }
 
+/// What became of an operation.
+pub(crate) enum Start {
+    /// It is in flight, at this place.
+    Started(u32),
+    /// It is over, with this result.
+    Done(i32),
+}
+
 /// A thread's runtime. There is at most one on a thread at a time, and it never leaves it.
 ///
 /// Dropping it drops its tasks, and waits for the transfers in flight.
@@ -270,6 +278,8 @@ impl Inner {
             if begin.elapsed() >= window {
                 return false;
             }
+            // Whoever makes the work that is looked for may need this core.
+            std::thread::yield_now();
         }
     }
 
@@ -348,13 +358,19 @@ impl Inner {
         }
     }
 
-    /// Starts an operation; `None` when the runtime is ending.
-    pub(crate) fn start_op(&self, request: Box<Request>, waker: &Waker) -> Option<u32> {
+    /// Starts an operation, or does it at once.
+    pub(crate) fn start_op(&self, request: Box<Request>, waker: &Waker) -> Start {
         if self.closed.get() {
-            return None;
+            return Start::Done(-libc::ECANCELED);
         }
-        let waker = waker.clone();
-        Some(self.io.borrow_mut().start_op(request, waker))
+        let mut io = self.io.borrow_mut();
+        let result = io.run_now(&request);
+        let start = match result {
+            Some(result) => Start::Done(result),
+            None => return Start::Started(io.start_op(request, waker.clone())),
+        };
+        drop(io); // before the request, whose memory may have an owner of any kind
+        start
     }
 
     /// The result of an operation, if it is there; else `waker` is woken when it is.

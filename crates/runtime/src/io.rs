@@ -2,9 +2,9 @@
 //!
 //! Callers: [`crate::executor`], which holds it in one `RefCell` and never borrows it while foreign code runs.
 
-use crate::alone::Alone;
 use crate::config::{Backend, Config};
 use crate::file::File;
+use crate::inline::{Inline, Timed};
 use crate::ops::{Leftovers, OpTable, Request};
 use crate::remote::Shared;
 use crate::ring::Ring;
@@ -12,7 +12,7 @@ use crate::threads::{self, Threads};
 use bedplate_types::Result;
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +84,9 @@ pub(crate) struct Io {
     direct_free: Vec<u32>,
     direct_done: Vec<(u64, i32)>,
     staged: Option<Staged>,
-    alone: Alone,
+    /// Lone transfers of the hot path, and writes of the slow road.
+    lone: Inline,
+    slow_writes: Inline,
     /// Bound of transfers of the hot path in flight for the thread backend, which has no ring to be full.
     max_direct: usize,
     left: Leftovers,
@@ -110,7 +112,8 @@ impl Io {
             direct_free: Vec::new(),
             direct_done: Vec::new(),
             staged: None,
-            alone: Alone::new(),
+            lone: Inline::new(),
+            slow_writes: Inline::new(),
             max_direct: config.entries.max(2) as usize,
             left: Leftovers::default(),
         })
@@ -309,17 +312,17 @@ impl Io {
     #[cold]
     pub(crate) fn run_staged(&mut self) -> bool {
         let lone = self.transfers() == 1;
-        let try_it = |s: &Staged| lone && self.alone.in_line(s.file.id());
+        let try_it = |s: &Staged| lone && self.lone.worth(s.file.id());
         if !self.staged.as_ref().is_some_and(try_it) {
             self.submit_staged();
             return false;
         }
         let Some(s) = self.staged.take() else { return false };
-        let begin = Instant::now();
+        let time = Timed::begin();
         let n = (s.n as usize).min(MAX_SEGMENTS);
         // SAFETY: whoever gave it vouched for the memory until its completion.
         let result = unsafe { threads::transfer_now(s.op, &s.file, s.iov, n, s.at) };
-        self.alone.took(s.file.id(), begin.elapsed());
+        self.lone.learn(s.file.id(), time.was_quick());
         self.complete(user_data::direct(s.place), result);
         self.left.files.push(s.file);
         true
@@ -335,6 +338,21 @@ impl Io {
     #[inline]
     pub(crate) fn take_direct(&mut self, out: &mut Vec<(u64, i32)>) {
         out.append(&mut self.direct_done);
+    }
+
+    /// Does a write of the slow road at once, where that is better than to hand it over.
+    pub(crate) fn run_now(&mut self, request: &Request) -> Option<i32> {
+        let Request::Transfer { op: DirectOp::Write, file, buf, at } = request else { return None };
+        if !self.is_uring() || !self.slow_writes.worth(file.id()) {
+            return None;
+        }
+        let time = Timed::begin();
+        let (iov, n) = buf.as_iovecs();
+        // SAFETY: the list is the request's, which owns the memory too.
+        let result =
+            unsafe { threads::transfer_now(DirectOp::Write, file, iov, n.min(MAX_SEGMENTS), *at) };
+        self.slow_writes.learn(file.id(), time.was_work());
+        Some(result)
     }
 
     /// Starts an operation; returns its place.

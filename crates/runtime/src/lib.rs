@@ -7,13 +7,13 @@
 //! wake them, and send closures through a [`Handle`]. Where the system has no io_uring, a small pool of threads
 //! does the same work with positioned reads and writes.
 
-mod alone;
 pub mod buf;
 mod config;
 mod event;
 mod executor;
 mod file;
 pub mod fs;
+mod inline;
 mod io;
 pub mod net;
 mod ops;

@@ -2,7 +2,7 @@
 //! of the future.
 
 use crate::buf::IoVec;
-use crate::executor::{self, Inner};
+use crate::executor::{self, Inner, Start};
 use crate::file::File;
 use crate::io::DirectOp;
 use std::future::Future;
@@ -190,8 +190,8 @@ impl Future for Op {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<i32> {
         match std::mem::replace(&mut self.state, State::Finished) {
             State::New(request) => match self.rt.start_op(request, cx.waker()) {
-                Some(i) => self.state = State::Started(i),
-                None => return Poll::Ready(-libc::ECANCELED),
+                Start::Started(i) => self.state = State::Started(i),
+                Start::Done(result) => return Poll::Ready(result),
             },
             State::Started(i) => match self.rt.poll_op(i, cx.waker()) {
                 Some(result) => return Poll::Ready(result),

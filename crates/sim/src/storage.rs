@@ -559,6 +559,14 @@ impl Storage for SimStorage {
         self.change(OpKind::Allocate, range, change).await
     }
 
+    async fn grow(&self, len: ByteLen) -> Result<()> {
+        let range = self.range(HostOffset::ZERO, len)?;
+        if self.lock().options.device {
+            return Ok(());
+        }
+        self.change(OpKind::Allocate, range.clone(), Change::Grow { len: range.end }).await
+    }
+
     async fn set_len(&self, len: ByteLen) -> Result<()> {
         self.range(HostOffset::ZERO, len)?;
         if self.lock().options.device {

@@ -100,6 +100,10 @@ pub trait Storage: Send + Sync + 'static {
     /// `Unsupported` where there is no such thing, `NoSpace` when it is not to be had.
     async fn allocate(&self, at: HostOffset, len: ByteLen) -> Result<()>;
 
+    /// Makes a file at least `len` long without allocating space; what is new reads as zeroes. Devices and longer files
+    /// stay as they are.
+    async fn grow(&self, len: ByteLen) -> Result<()>;
+
     /// Sets the length. Growth reads as zeroes. Devices refuse.
     async fn set_len(&self, len: ByteLen) -> Result<()>;
 

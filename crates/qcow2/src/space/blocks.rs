@@ -5,6 +5,7 @@ use crate::image::Qcow2;
 use bedplate_runtime::buf::SharedBuf;
 use bedplate_storage::Storage;
 use bedplate_types::{Error, ErrorKind, HostOffset, Result};
+use std::ops::Range;
 
 /// One refcount block.
 pub(crate) struct Block {
@@ -49,50 +50,69 @@ impl Space {
 
     /// Sets the refcount of a cluster whose block is in memory.
     pub(crate) fn set_count(&self, state: &mut State, cluster: u64, count: u64) -> Result<()> {
-        let (index, entry) = self.counts.position(cluster);
-        let block = state.blocks.get_mut(&index).ok_or_else(|| {
-            Error::new(
-                ErrorKind::Corrupt,
-                format!("the refcount block of cluster {cluster} is not in memory"),
-            )
-        })?;
-        self.counts.set(&mut block.bytes, entry, count).map_err(|e| {
-            Error::new(
-                ErrorKind::Corrupt,
-                format!("cannot set the refcount of cluster {cluster} to {count}: {e}"),
-            )
-        })?;
-        state.dirty.insert(index);
-        Ok(())
+        self.set_counts(state, cluster, 1, count)
+    }
+
+    /// Sets the refcount of clusters that follow each other, whose blocks are in memory.
+    fn set_counts(&self, state: &mut State, first: u64, clusters: u64, count: u64) -> Result<()> {
+        let wrong = |what: &str| {
+            let text = format!("cannot set the refcount of cluster {first} to {count}: {what}");
+            Error::new(ErrorKind::Corrupt, text)
+        };
+        let mut result = Ok(());
+        self.for_blocks(first, clusters, |index, entry, n| {
+            let Some(block) = state.blocks.get_mut(&index) else {
+                result = Err(wrong("its refcount block is not in memory"));
+                return;
+            };
+            for entry in entry..entry + n as usize {
+                if let Err(e) = self.counts.set(&mut block.bytes, entry, count) {
+                    result = Err(wrong(&e.to_string()));
+                }
+            }
+            state.dirty.insert(index);
+        });
+        result
     }
 
     /// Counts clusters that were taken from a lease: from now on each has one reference.
     pub(crate) fn count_leased(&self, clusters: impl Iterator<Item = u64>) -> Result<()> {
         let mut state = self.state();
+        let mut run = 0..0;
         for cluster in clusters {
-            self.set_count(&mut state, cluster, 1)?;
-            self.unpin(&mut state, cluster, 1);
+            if cluster != run.end {
+                self.count_run(&mut state, run)?;
+                run = cluster..cluster;
+            }
+            run.end += 1;
         }
+        self.count_run(&mut state, run)
+    }
+
+    fn count_run(&self, state: &mut State, run: Range<u64>) -> Result<()> {
+        let clusters = run.end - run.start;
+        self.set_counts(state, run.start, clusters, 1)?;
+        self.unpin(state, run.start, clusters);
         Ok(())
     }
 
     /// Undoes what [`Block::pins`] was raised by, for these clusters.
     pub(crate) fn unpin(&self, state: &mut State, first: u64, clusters: u64) {
-        self.for_blocks(first, clusters, |index, n| {
+        self.for_blocks(first, clusters, |index, _, n| {
             if let Some(block) = state.blocks.get_mut(&index) {
                 block.pins = block.pins.saturating_sub(n);
             }
         });
     }
 
-    /// Calls `f` with each block that counts some of the clusters, and how many of them.
-    pub(crate) fn for_blocks(&self, first: u64, clusters: u64, mut f: impl FnMut(u64, u64)) {
+    /// Calls `f` with each block that counts some of the clusters, the first of their entries in it, and how many.
+    pub(crate) fn for_blocks(&self, first: u64, clusters: u64, mut f: impl FnMut(u64, usize, u64)) {
         let (mut at, end) = (first, first.saturating_add(clusters));
         let per_block = self.counts.entries_per_block();
         while at < end {
             let (index, entry) = self.counts.position(at);
             let n = (per_block - entry as u64).min(end - at);
-            f(index, n);
+            f(index, entry, n);
             at += n;
         }
     }

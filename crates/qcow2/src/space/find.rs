@@ -2,11 +2,14 @@
 
 use super::{FreeRun, Space, State};
 use crate::image::Qcow2;
+use crate::write::WRITTEN_WHOLE;
 use bedplate_storage::Storage;
 use bedplate_types::{ByteLen, Error, ErrorKind, Result};
 
-/// Space prepared in the host's file system at once, ahead of need.
-const PREPARE_BYTES: u64 = 64 << 20;
+/// How far ahead of need the file is made longer, without allocating anything.
+const GROW_BYTES: u64 = 256 << 20;
+/// How much space is allocated ahead of need at once, for clusters that are not written whole.
+const ALLOCATE_BYTES: u64 = 64 << 20;
 
 enum Step {
     Found(FreeRun),
@@ -123,7 +126,7 @@ impl<S: Storage> Qcow2<S> {
     /// Makes sure that refcount blocks for the run exist and are in memory, and keeps them there.
     async fn cover(&self, run: FreeRun) -> Result<()> {
         let mut parts = Vec::new();
-        self.space.for_blocks(run.first, run.clusters, |index, n| parts.push((index, n)));
+        self.space.for_blocks(run.first, run.clusters, |index, _, n| parts.push((index, n)));
         let mut pinned = 0;
         for (index, n) in parts {
             // Each is kept at once: a run may need more blocks than the cache holds.
@@ -154,23 +157,33 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// Has the host allocate space for fresh clusters in large steps, so that first writes neither extend the file
-    /// one by one nor fragment it. It only helps: where it can't be done, writes allocate as they go.
+    /// Readies fresh space for clusters in large steps, so that first writes don't extend the file one by one. It only
+    /// helps: where it can't be done, writes extend and allocate as they go.
+    ///
+    /// Clusters that are written whole are best left unallocated: their writes lie one after the other, and
+    /// need no conversion of space that was allocated unwritten. Larger ones would be scattered over the host.
     async fn prepare(&self, run: FreeRun) {
+        let whole = self.tables.cluster() <= WRITTEN_WHOLE;
+        let bytes = if whole { GROW_BYTES } else { ALLOCATE_BYTES };
         let (from, clusters) = {
             let mut state = self.space.state();
             if !run.zeroed || run.end() <= state.prepared {
                 return;
             }
-            let step = (PREPARE_BYTES >> self.tables.geo.cluster_bits()).max(run.clusters);
+            let step = (bytes >> self.tables.geo.cluster_bits()).max(run.clusters);
             let from = state.prepared.max(run.first);
             state.prepared = run.end() + step;
             (from, state.prepared - from)
         };
-        let len = ByteLen::new(clusters.saturating_mul(self.tables.cluster()));
         let at = self.space.offset_of(from);
-        if let Err(e) = self.storage.allocate(at, len).await {
-            tracing::debug!(image = self.storage.name(), "cannot allocate ahead: {e:#}");
+        let len = ByteLen::new(clusters.saturating_mul(self.tables.cluster()));
+        let result = if whole {
+            self.storage.grow(ByteLen::new(at.get().saturating_add(len.get()))).await
+        } else {
+            self.storage.allocate(at, len).await
+        };
+        if let Err(e) = result {
+            tracing::debug!(image = self.storage.name(), "cannot ready space ahead: {e:#}");
         }
     }
 }

@@ -63,7 +63,7 @@ impl<S: Storage> Qcow2<S> {
         self.check_room(&growth).await?;
         // The blocks that count the new clusters and exist already must be at hand before anything is changed.
         let mut existing = Vec::new();
-        self.space.for_blocks(growth.first, growth.used, |i, _| {
+        self.space.for_blocks(growth.first, growth.used, |i, _, _| {
             if !growth.blocks.contains_key(&i) {
                 existing.push(i);
             }

@@ -71,7 +71,7 @@ pub(crate) struct State {
     pub(crate) scan_end: u64,
     /// First cluster past everything that is or was in use: fresh space, which reads as zeroes.
     pub(crate) end: u64,
-    /// First cluster past what was allocated in the host's file system ahead of need.
+    /// First cluster past what was readied in the host's file system ahead of need.
     pub(crate) prepared: u64,
 }
 

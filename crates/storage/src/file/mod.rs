@@ -331,6 +331,12 @@ impl Storage for FileStorage {
         self.inner.allocate(at.get(), end).await
     }
 
+    async fn grow(&self, len: ByteLen) -> Result<()> {
+        self.inner.end_of_change(HostOffset::ZERO, len)?;
+        let inner = self.inner.clone();
+        to_the_end(async move { inner.grow(len.get()).await }).await
+    }
+
     async fn set_len(&self, len: ByteLen) -> Result<()> {
         self.inner.check_writable()?;
         self.inner.end_of(HostOffset::ZERO, len)?;

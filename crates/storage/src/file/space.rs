@@ -216,10 +216,26 @@ impl Inner {
                 format!("the length of the device '{}' can't be changed", self.name),
             ));
         }
-        let from = len.min(self.len());
+        self.change_len(|_| Some(len)).await
+    }
+
+    /// Makes a file longer, if it is shorter. Nothing is allocated.
+    pub(super) async fn grow(&self, len: u64) -> Result<()> {
+        if self.device || len <= self.len() {
+            return Ok(());
+        }
+        // Others may have made it longer by the time that nobody writes there.
+        self.change_len(|now| (now < len).then_some(len)).await
+    }
+
+    /// Sets the length that `wish` gives for the present one, while nobody writes between the two or beyond.
+    async fn change_len(&self, wish: impl Fn(u64) -> Option<u64>) -> Result<()> {
+        let now = self.len();
+        let from = wish(now).map_or(now, |len| len.min(now));
         let page = self.align().max(4096);
         let from = from - from % page;
         let guard = self.guard_exclusive(from, u64::MAX - from).await;
+        let Some(len) = wish(self.len()) else { return Ok(()) };
         let file = self.file.clone();
         let result = fs::blocking(move || rustix::fs::ftruncate(file.as_fd(), len)).await;
         if result.is_ok() {

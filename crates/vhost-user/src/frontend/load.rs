@@ -260,6 +260,8 @@ impl<I: Iterator<Item = Step>> Driver<'_, I> {
                 }
                 std::hint::spin_loop();
             }
+            // The back end may need this core to go on.
+            std::thread::yield_now();
             let waited = begin.elapsed();
             if spin.is_some_and(|s| waited >= s) {
                 if !self.queue.ring().want_interrupts(true) {

@@ -130,6 +130,20 @@ fn what_is_opened_for_reading_only_is_not_changed() {
 }
 
 #[test]
+fn growing_never_makes_a_file_shorter_and_allocates_nothing() {
+    on_both(|dir| async move {
+        let path = dir.join("a");
+        let s = FileStorage::create(&OpenOptions::new(&path), len(0)).expect("create");
+        s.grow(len(1 << 20)).await.expect("grow");
+        assert_eq!(s.len(), len(1 << 20));
+        s.grow(len(4096)).await.expect("shorter");
+        let meta = std::fs::metadata(&path).expect("metadata");
+        assert_eq!((meta.len(), s.len()), (1 << 20, len(1 << 20)));
+        assert_eq!(std::os::unix::fs::MetadataExt::blocks(&meta), 0);
+    });
+}
+
+#[test]
 fn offsets_that_no_file_has_are_refused() {
     on_both(|dir| async move {
         let s = FileStorage::create(&OpenOptions::new(dir.join("a")), len(0)).expect("create");
