@@ -1,20 +1,21 @@
-//! Checking an image: only reports, never repairs.
+//! Checking an image, and repairing it when asked.
 
 use crate::name::format_of;
-pub use bedplate_qcow2::check::{CheckOptions, CheckReport, Finding, Severity};
+pub use bedplate_qcow2::check::{CheckOptions, CheckReport, Finding, Progress, Repair, Severity};
 use bedplate_storage::{FileStorage, LockMode, OpenOptions};
 use bedplate_types::{CacheMode, Error, ErrorKind, Format, Result};
 use std::path::Path;
 
-/// Checks the image at `path`, which is opened read-only.
+/// Checks the image at `path`. It is opened read-only, unless it shall be repaired.
 ///
 /// # Errors
-/// `Unsupported` for raw images, which have nothing to check; `Locked` while another program writes; or what
-/// opening and reading the image gives.
+/// `InvalidInput` when an image that others may use shall be repaired; `Unsupported` for raw images, which have
+/// nothing to check; `Locked` while another program writes; or what opening, reading and writing the image gives.
 pub async fn check(
     path: &Path,
     format: Option<Format>,
     force_share: bool,
+    repair: Option<Repair>,
     options: CheckOptions,
 ) -> Result<CheckReport> {
     if format_of(path, format)? == Format::Raw {
@@ -27,6 +28,19 @@ pub async fn check(
         ));
     }
     let lock = if force_share { LockMode::ForceShare } else { LockMode::Auto };
-    let how = OpenOptions::new(path).read_only(true).cache(CacheMode::Writeback).lock(lock);
-    bedplate_qcow2::check::check(&FileStorage::open(&how)?, options).await
+    let how = OpenOptions::new(path).cache(CacheMode::Writeback).lock(lock);
+    match repair {
+        None => {
+            let storage = FileStorage::open(&how.read_only(true))?;
+            bedplate_qcow2::check::check(&storage, options).await
+        }
+        Some(_) if force_share => Err(Error::new(
+            ErrorKind::InvalidInput,
+            format!("'{}' can't be repaired while other programs may use it", path.display()),
+        )),
+        Some(what) => {
+            let storage = FileStorage::open(&how)?;
+            bedplate_qcow2::check::repair(&storage, what, options).await
+        }
+    }
 }

@@ -17,7 +17,7 @@ mod snapshot;
 mod text;
 
 pub use chain::{ChainOptions, OpenLayer, OpenedDisk, open_chain, open_null};
-pub use check::{CheckOptions, CheckReport, Finding, Severity, check};
+pub use check::{CheckOptions, CheckReport, Finding, Progress, Repair, Severity, check};
 pub use create::{Backing, CreateOptions, Created, Preallocation, create};
 pub use describe::describe;
 pub use info::{

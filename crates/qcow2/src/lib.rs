@@ -20,7 +20,6 @@ mod image;
 mod mapping;
 mod open;
 mod read;
-mod repair;
 mod slice;
 mod snapshots;
 mod space;

@@ -1,6 +1,7 @@
 //! Opening an image: everything is checked before anything is changed.
 
 use crate::cache::SliceCache;
+use crate::check::recount;
 use crate::format::{
     BitmapExtension, ENTRY_BYTES, EXT_BITMAPS, EntryCodec, Geometry, Header, L1Entry, Snapshot,
     check_supported, compat, incompat, parse_table,
@@ -53,13 +54,21 @@ impl<S: Storage> Qcow2<S> {
     /// `BadImage`, `Unsupported` or `Corrupt` with a sentence that says why it is refused, or what the storage
     /// reports.
     pub async fn open(storage: S, options: &OpenOptions) -> Result<Self> {
-        let header = read_header(&storage).await?;
+        let mut header = read_header(&storage).await?;
         let writable = !options.read_only && !storage.read_only();
         let refused = || format!("'{}' can't be opened", storage.name());
         check_supported(&header, writable).context(refused)?;
         let geo = header.geometry().context(refused)?;
         if writable {
             check_bitmaps(&header, geo).context(refused)?;
+        }
+        if writable && header.incompatible & incompat::DIRTY != 0 {
+            tracing::info!(
+                image = storage.name(),
+                "was not closed cleanly; its refcounts are rebuilt"
+            );
+            recount(&storage).await.context(refused)?;
+            header = read_header(&storage).await?;
         }
         let l1_bytes = u64::from(header.l1_size) * ENTRY_BYTES;
         let l1 = words(&read_bytes(&storage, header.l1_offset, l1_bytes as usize).await?);
@@ -91,13 +100,6 @@ impl<S: Storage> Qcow2<S> {
     /// Brings the header and refcounts into the state that writing starts from.
     async fn prepare_for_writing(&self) -> Result<()> {
         let header = self.header();
-        if header.incompatible & incompat::DIRTY != 0 {
-            tracing::info!(
-                image = self.storage.name(),
-                "was not closed cleanly; its refcounts are rebuilt"
-            );
-            self.rebuild_refcounts().await?;
-        }
         // What these bits vouch for is not kept up to date here (specification, "Autoclear features").
         if header.autoclear != 0 {
             self.change_header(|h| h.autoclear = 0).await?;
@@ -146,7 +148,7 @@ pub(crate) async fn find_space<S: Storage>(
     claims.add(header.refcount_table_offset, table_bytes);
     if !claims.contested.is_empty() {
         let text =
-            "its L1 table and its refcount table overlap; repair it with 'qemu-img check -r all'";
+            "its L1 table and its refcount table overlap; repair it with 'bedplate check -r all'";
         return Err(Error::new(ErrorKind::Corrupt, text));
     }
     for word in &table {

@@ -200,10 +200,28 @@ pub fn check_supported(header: &Header, writable: bool) -> Result<()> {
         return Err(Error::new(
             ErrorKind::Corrupt,
             "the image is marked corrupt and can only be opened read-only; \
-             repair it with 'qemu-img check -r all'",
+             repair it with 'bedplate check -r all'",
         ));
     }
     Ok(())
+}
+
+/// Checks that an image can be checked and repaired, for which its guest data need not be understood.
+///
+/// # Errors
+/// `Unsupported` when it has features that are not known.
+pub fn check_checkable(header: &Header) -> Result<()> {
+    let unknown = header.incompatible & !incompat::KNOWN;
+    if unknown == 0 {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Unsupported,
+        format!(
+            "the image needs features that this version does not know: {}; use a newer version",
+            incompatible_names(header, unknown).join(", ")
+        ),
+    ))
 }
 
 #[cfg(test)]

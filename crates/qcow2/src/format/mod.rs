@@ -24,8 +24,8 @@ pub use entry::{
     COMPRESSED, COPIED, EntryCodec, EntryError, L1Entry, L2Entry, MAX_HOST, OFFSET_MASK, ZERO,
 };
 pub use features::{
-    FeatureName, FeatureSet, autoclear, check_supported, compat, encode_feature_names, incompat,
-    incompatible_names, parse_feature_names,
+    FeatureName, FeatureSet, autoclear, check_checkable, check_supported, compat,
+    encode_feature_names, incompat, incompatible_names, parse_feature_names,
 };
 pub use geometry::{ENTRY_BYTES, Geometry, MAX_CLUSTER_BITS, MIN_CLUSTER_BITS};
 pub use header::{

@@ -140,7 +140,7 @@ impl<S: Storage> Qcow2<S> {
                     ErrorKind::Corrupt,
                     format!(
                         "image '{}' is corrupt: refcount table entry {index} ({:#018x}) is not the place of a \
-                         refcount block; repair it with 'qemu-img check -r all'",
+                         refcount block; repair it with 'bedplate check -r all'",
                         self.storage.name(),
                         at.get()
                     ),

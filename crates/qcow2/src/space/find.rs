@@ -107,7 +107,7 @@ impl<S: Storage> Qcow2<S> {
                     ErrorKind::Corrupt,
                     format!(
                         "image '{}' is corrupt: its refcounts call the cluster at {} free, which holds metadata; \
-                         repair it with 'qemu-img check -r all'",
+                         repair it with 'bedplate check -r all'",
                         self.storage.name(),
                         self.space.offset_of(cluster)
                     ),

@@ -1,10 +1,12 @@
 //! The check against qemu-img's, on sound images and on images damaged by hand and at random.
 
+mod repairs;
+
 use super::*;
 use crate::format::{Header, NewImage};
 use bedplate_sim::exec::block_on;
 use bedplate_sim::{Image, Rng, SimOptions, SimStorage};
-use bedplate_types::{ByteLen, ErrorKind};
+use bedplate_types::ByteLen;
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -205,10 +207,27 @@ fn each_kind_of_damage_is_reported_as_qemu_reports_it() {
     let Some(samples) = samples(dir.path()) else { return };
     let find = |name| &samples.iter().find(|(n, _)| *n == name).expect("made").1;
     let a = find("plain");
+    for (what, want, bytes) in &damages(a) {
+        let report = both(dir.path(), bytes, what).expect("was there").expect("opens");
+        assert!(!report.is_clean(), "{what}");
+        let texts: Vec<_> = report.findings.iter().map(|f| f.text.as_str()).collect();
+        assert!(texts.iter().any(|t| t.contains(want)), "{what}: {texts:#?}");
+    }
+    for (what, bytes) in snapshot_damages(find("snapshots")) {
+        let report = both(dir.path(), &bytes, what).expect("was there").expect("opens");
+        assert!(!report.is_clean(), "{what}");
+    }
+}
+
+/// A damage's name, what a finding says of it, and the damaged image.
+type Damaged = (&'static str, &'static str, Vec<u8>);
+
+/// The sample "plain", damaged in all ways.
+fn damages(a: &[u8]) -> Vec<Damaged> {
     let (table, block, l1, l2) = places(a);
     let (l1e, l2e, counts) = (be(a, l1), be(a, l2), be(a, block));
     let copied = 1u64 << 63;
-    let damages = [
+    vec![
         ("too low", "is too low", put(a, block, counts & !0xffff)),
         ("leak", "leaks space", put(a, block, counts ^ 3 << 48)),
         (
@@ -243,25 +262,19 @@ fn each_kind_of_damage_is_reported_as_qemu_reports_it() {
             put(a, l2, 3 << 62 | (l2e & crate::format::OFFSET_MASK)),
         ),
         ("cut", "beyond the file's end", a[..a.len() - 0x2_0000].to_vec()),
-    ];
-    for (what, want, bytes) in &damages {
-        let report = both(dir.path(), bytes, what).expect("was there").expect("opens");
-        assert!(!report.is_clean(), "{what}");
-        let texts: Vec<_> = report.findings.iter().map(|f| f.text.as_str()).collect();
-        assert!(texts.iter().any(|t| t.contains(want)), "{what}: {texts:#?}");
-    }
-    let s = find("snapshots");
+    ]
+}
+
+/// The sample "snapshots", with its snapshots damaged.
+fn snapshot_damages(s: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
     let entry = be(s, 64) as usize;
-    for (what, bytes) in [
+    vec![
         ("snapshot L1 too large", put(s, entry + 8, 0x1000_0000_0001_0003)),
         ("snapshot L1 unaligned", put(s, entry, be(s, entry) + 8)),
         ("snapshot L1 outside", put(s, entry, 0x7700_0000)),
         ("snapshot L1 shared", put(s, entry, be(s, 40))),
         ("snapshot extra data", put(s, entry + 32, 0x0000_0000_0010_0018)),
-    ] {
-        let report = both(dir.path(), &bytes, what).expect("was there").expect("opens");
-        assert!(!report.is_clean(), "{what}");
-    }
+    ]
 }
 
 #[test]
@@ -270,48 +283,48 @@ fn random_damage_gives_the_counts_of_qemu() {
     let Some(samples) = samples(dir.path()) else { return };
     let mut rng = Rng::new(7);
     for (name, bytes) in &samples {
-        let header = Header::parse(&bytes[..]).expect("valid");
-        let (table, block, l1, l2) = places(bytes);
-        let cluster = 1u64 << header.cluster_bits;
-        let clusters = bytes.len() as u64 / cluster;
         for round in 0..20 {
-            let mut damaged = bytes.clone();
-            let mut story = String::new();
-            for _ in 0..=rng.below(3) {
-                let (place, n) = match rng.below(8) {
-                    0 => (table, 2),
-                    1 | 2 => (block, 32),
-                    3 | 4 => (l1, u64::from(header.l1_size).min(128)),
-                    _ => (l2, 64.min(cluster / 8)),
-                };
-                let at = place + 8 * rng.below(n) as usize;
-                let host = rng.below(clusters + 2) * cluster;
-                let flags = [0, 1 << 63, 1 << 63 | 1, 1, 512][rng.below(5) as usize];
-                let value = match rng.below(8) {
-                    0 => 0,
-                    1 => be(&damaged, at) ^ 1 << rng.below(62),
-                    2 if place == l2 => 1 << 62 | rng.below(clusters * cluster),
-                    // Neighbouring refcounts of different values.
-                    _ if place == block => rng.next_u64() & 0x0101_0302_0001_0100,
-                    _ => host | flags,
-                };
-                // Version 2 has no zero flag: there the two checks differ on purpose.
-                let value = if header.version == 2 && place == l2 { value & !1 } else { value };
-                // An L1 entry of nothing but flags makes qemu-img take the header for an L2 table.
-                let flags_only = place == l1 && value & crate::format::OFFSET_MASK == 0;
-                let value = if flags_only { 0 } else { value };
-                damaged = put(&damaged, at, value);
-                story += &format!(" {at:#x}={value:#x}");
-            }
-            let _ = both(
-                dir.path(),
-                &damaged,
-                &format!(
-                    "{name}, round {round}, table {table:#x}, block {block:#x}, L1 {l1:#x}, L2 {l2:#x}:{story}"
-                ),
-            );
+            let (damaged, story) = random_damage(bytes, &mut rng);
+            let _ = both(dir.path(), &damaged, &format!("{name}, round {round}:{story}"));
         }
     }
+}
+
+/// Some words of the tables are overwritten; returns also what was done.
+fn random_damage(bytes: &[u8], rng: &mut Rng) -> (Vec<u8>, String) {
+    let header = Header::parse(bytes).expect("valid");
+    let (table, block, l1, l2) = places(bytes);
+    let cluster = 1u64 << header.cluster_bits;
+    let clusters = bytes.len() as u64 / cluster;
+    let mut damaged = bytes.to_vec();
+    let mut story = format!(" table {table:#x}, block {block:#x}, L1 {l1:#x}, L2 {l2:#x}:");
+    for _ in 0..=rng.below(3) {
+        let (place, n) = match rng.below(8) {
+            0 => (table, 2),
+            1 | 2 => (block, 32),
+            3 | 4 => (l1, u64::from(header.l1_size).min(128)),
+            _ => (l2, 64.min(cluster / 8)),
+        };
+        let at = place + 8 * rng.below(n) as usize;
+        let host = rng.below(clusters + 2) * cluster;
+        let flags = [0, 1 << 63, 1 << 63 | 1, 1, 512][rng.below(5) as usize];
+        let value = match rng.below(8) {
+            0 => 0,
+            1 => be(&damaged, at) ^ 1 << rng.below(62),
+            2 if place == l2 => 1 << 62 | rng.below(clusters * cluster),
+            // Neighbouring refcounts of different values.
+            _ if place == block => rng.next_u64() & 0x0101_0302_0001_0100,
+            _ => host | flags,
+        };
+        // Version 2 has no zero flag: there the two checks differ on purpose.
+        let value = if header.version == 2 && place == l2 { value & !1 } else { value };
+        // An L1 entry of nothing but flags makes qemu-img take the header for an L2 table.
+        let flags_only = place == l1 && value & crate::format::OFFSET_MASK == 0;
+        let value = if flags_only { 0 } else { value };
+        damaged = put(&damaged, at, value);
+        story += &format!(" {at:#x}={value:#x}");
+    }
+    (damaged, story)
 }
 
 fn fresh(size: u64, cluster_size: u64) -> Vec<u8> {
@@ -375,11 +388,74 @@ fn findings_beyond_the_limit_are_counted_but_not_kept() {
 }
 
 #[test]
-fn memory_is_bounded_and_read_errors_are_errors() {
-    let a = fresh(1 << 30, 65536);
+fn little_memory_means_several_windows_and_the_same_report() {
+    let dir = tempfile::tempdir().expect("temporary folder");
+    let Some(samples) = samples(dir.path()) else { return };
+    let (_, sound) = samples.iter().find(|(n, _)| *n == "512").expect("made");
+    let (table, block, l1, l2) = places(sound);
+    for bytes in [
+        sound.clone(),
+        put(sound, l2, 0),
+        put(sound, l1, be(sound, l1) + 512),
+        put(sound, block + 8, 0),
+        put(sound, table + 8, 0),
+        // References and counts far from everything else.
+        [&put(sound, l2, 1 << 63 | 40 << 20)[..], &vec![0; 50 << 20][..]].concat(),
+    ] {
+        let want = check_bytes(&bytes).expect("opens");
+        let options = SimOptions { read_only: true, ..SimOptions::default() };
+        let storage = SimStorage::from_image(Image::from_bytes(&bytes), options);
+        let options =
+            CheckOptions { max_memory: 1, max_findings: 1 << 20, ..CheckOptions::default() };
+        let mut got = block_on(check(&storage, options)).expect("opens");
+        let mut want = want.clone();
+        for report in [&mut got, &mut want] {
+            report.findings.sort_by(|a, b| a.text.cmp(&b.text));
+        }
+        assert_eq!(got, want);
+    }
+}
+
+#[test]
+fn threads_give_the_report_of_one() {
+    let dir = tempfile::tempdir().expect("temporary folder");
+    let Some(samples) = samples(dir.path()) else { return };
+    for (name, bytes) in samples {
+        let (_, _, l1, l2) = places(&bytes);
+        for (n, bytes) in [bytes.clone(), put(&bytes, l2, 2), put(&bytes, l1, 1)].iter().enumerate()
+        {
+            let path = dir.path().join("file");
+            std::fs::write(&path, bytes).expect("write");
+            let how = bedplate_storage::OpenOptions::new(&path)
+                .read_only(true)
+                .cache(bedplate_types::CacheMode::Writeback);
+            let runtime = bedplate_runtime::Runtime::new(Default::default()).expect("runtime");
+            let one_and_many = [1, 3].map(|threads| {
+                let storage = bedplate_storage::FileStorage::open(&how).expect("opens");
+                let options = CheckOptions { threads, ..CheckOptions::default() };
+                runtime.block_on(check(&storage, options)).expect("checks")
+            });
+            assert_eq!(one_and_many[0], one_and_many[1], "{name} {n}");
+            assert_eq!(one_and_many[0].is_clean(), n == 0, "{name} {n}");
+        }
+    }
+}
+
+#[test]
+fn progress_is_told_up_to_the_end() {
+    let a = fresh(64 << 40, 65536);
+    let a = put(&a, places(&a).2, 1 << 63 | 0x9_0000);
     let storage = SimStorage::from_image(Image::from_bytes(&a), SimOptions::default());
-    let options = CheckOptions { max_memory: 100, ..CheckOptions::default() };
-    let e = block_on(check(&storage, options)).expect_err("needs a piece");
-    assert_eq!(e.kind(), ErrorKind::Limit);
+    let told = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let theirs = told.clone();
+    let progress = Progress::new(move |_, done| theirs.lock().expect("alive").push(done));
+    let options = CheckOptions { progress: Some(progress), ..CheckOptions::default() };
+    block_on(check(&storage, options)).expect("opens");
+    let told = told.lock().expect("alive");
+    assert_eq!((told.first(), told.last()), (Some(&0.0), Some(&1.0)));
+}
+
+#[test]
+fn what_is_no_image_is_an_error() {
     assert!(check_bytes(b"not an image").is_err());
 }
