@@ -1,6 +1,6 @@
 //! The words of the command line.
 
-use crate::{check, create, info, map, serve, snapshot};
+use crate::{check, create, info, map, qemu_io, serve, snapshot};
 use bedplate_types::limits;
 use clap::{Parser, Subcommand, ValueEnum};
 
@@ -53,6 +53,7 @@ pub enum Verb {
     Map(map::MapArgs),
     Snapshot(snapshot::SnapshotArgs),
     Serve(serve::ServeArgs),
+    QemuIo(qemu_io::QemuIoArgs),
 }
 
 fn after_help() -> String {

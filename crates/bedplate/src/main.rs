@@ -1,6 +1,8 @@
 //! The command: parses, calls the libraries, prints. One file a subcommand.
 //!
-//! Exit codes: 0 done, 1 failed, 2 wrong usage; `check` keeps those of qemu-img.
+//! Called by the name `qemu-io` it is `bedplate qemu-io`.
+//!
+//! Exit codes: 0 done, 1 failed, 2 wrong usage; `check` keeps those of qemu-img, `qemu-io` those of its model.
 #![forbid(unsafe_code)]
 
 mod attach;
@@ -11,12 +13,14 @@ mod failure;
 mod info;
 mod map;
 mod output;
+mod qemu_io;
 mod serve;
 mod snapshot;
 
 use clap::Parser;
-use cli::{Cli, Verb};
+use cli::{Cli, Level, Verb};
 use failure::Failure;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 
@@ -24,11 +28,18 @@ use tracing_subscriber::EnvFilter;
 const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
+    let mut words = std::env::args_os();
+    let called = words.next().map(PathBuf::from);
+    if called.as_deref().and_then(Path::file_name).is_some_and(|name| name == "qemu-io") {
+        start_logging(None, "warn");
+        return qemu_io::run(words);
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => return told_by_parser(&e),
     };
-    start_logging(&cli);
+    let usual = if matches!(cli.verb, Verb::Serve(_)) { "info" } else { "warn" };
+    start_logging(cli.log_level, usual);
     let done = match cli.verb {
         Verb::Create(args) => create::run(args),
         Verb::Info(args) => info::run(&args),
@@ -36,6 +47,7 @@ fn main() -> ExitCode {
         Verb::Map(args) => map::run(&args),
         Verb::Snapshot(args) => snapshot::run(&args),
         Verb::Serve(args) => serve::run(&args),
+        Verb::QemuIo(args) => return qemu_io::run(args.words.into_iter()),
     };
     match done {
         Ok(code) => code,
@@ -68,10 +80,9 @@ fn told_by_parser(e: &clap::Error) -> ExitCode {
     ExitCode::from(if check { 1 } else { USAGE })
 }
 
-fn start_logging(cli: &Cli) {
+fn start_logging(level: Option<Level>, usual: &str) {
     use std::io::IsTerminal;
-    let usual = if matches!(cli.verb, Verb::Serve(_)) { "info" } else { "warn" };
-    let filter = match cli.log_level {
+    let filter = match level {
         Some(level) => EnvFilter::new(level.name()),
         None => EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(usual)),
     };

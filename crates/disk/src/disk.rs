@@ -2,6 +2,7 @@
 
 use crate::chain::{Chain, Under, sector_end};
 use crate::layer::Layer;
+use bedplate_qcow2::Qcow2;
 use bedplate_runtime::buf::IoVec;
 use bedplate_runtime::sync::PinGuard;
 use bedplate_storage::{Storage, ZeroMode};
@@ -100,6 +101,14 @@ impl<S: Storage> Disk<S> {
     /// The file or device under the top layer.
     pub fn storage(&self) -> Option<&S> {
         self.top()?.storage()
+    }
+
+    /// The top image, where it is a qcow2 image.
+    pub fn qcow2(&self) -> Option<&Qcow2<S>> {
+        match self.top() {
+            Some(Layer::Qcow2(image)) => Some(image),
+            _ => None,
+        }
     }
 
     pub(crate) fn top(&self) -> Option<&Layer<S>> {

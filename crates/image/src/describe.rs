@@ -1,8 +1,8 @@
 //! An image's description as text, laid out like that of `qemu-img info`.
 
-use crate::info::{ImageInfo, Qcow2Info, SnapshotInfo};
+use crate::info::{ImageInfo, Qcow2Info, SnapshotInfo, qcow2_info};
 use crate::text::human_size;
-use bedplate_qcow2::format::printable;
+use bedplate_qcow2::format::{Header, printable};
 use std::fmt::{self, Write};
 
 /// The description for people, several lines.
@@ -10,6 +10,14 @@ pub fn describe(info: &ImageInfo) -> String {
     let mut out = String::new();
     // Writing to a string does not fail.
     let _ = write_all(&mut out, info);
+    out
+}
+
+/// What only qcow2 images have, for people: several lines, indented by four.
+pub fn specific_text(header: &Header) -> String {
+    let mut out = String::new();
+    // Writing to a string does not fail.
+    let _ = write_qcow2(&mut out, &qcow2_info(header));
     out
 }
 

@@ -258,28 +258,30 @@ fn describe_header(info: &mut ImageInfo, path: &Path, header: &Header) -> Result
         info.backing_filename_format = header.backing_format().map(printable);
     }
     info.unsupported = check_supported(header, false).err().map(|e| format!("{e:#}"));
+    info.format_specific = Some(FormatSpecific { kind: "qcow2", data: qcow2_info(header) });
+    Ok(())
+}
+
+/// What only qcow2 images have, but for the bitmaps: those are not in the header.
+pub(crate) fn qcow2_info(header: &Header) -> Qcow2Info {
     let v3 = |bit: bool| (header.version >= 3).then_some(bit);
     let external = header.incompatible & incompat::EXTERNAL_DATA != 0;
-    info.format_specific = Some(FormatSpecific {
-        kind: "qcow2",
-        data: Qcow2Info {
-            compat: if header.version == 2 { "0.10" } else { "1.1" },
-            compression_type: header.compression_type.name(),
-            lazy_refcounts: v3(header.compatible & compat::LAZY_REFCOUNTS != 0),
-            refcount_bits: 1 << header.refcount_order.min(6),
-            corrupt: v3(header.incompatible & incompat::CORRUPT != 0),
-            extended_l2: v3(header.incompatible & incompat::EXTENDED_L2 != 0),
-            data_file: header.extension(EXT_DATA_FILE).filter(|_| external).map(printable),
-            data_file_raw: external.then_some(header.autoclear & autoclear::RAW_EXTERNAL_DATA != 0),
-            encrypt: match header.crypt_method {
-                1 => Some(EncryptInfo { format: "aes" }),
-                2 => Some(EncryptInfo { format: "luks" }),
-                _ => None,
-            },
-            bitmaps: Vec::new(),
+    Qcow2Info {
+        compat: if header.version == 2 { "0.10" } else { "1.1" },
+        compression_type: header.compression_type.name(),
+        lazy_refcounts: v3(header.compatible & compat::LAZY_REFCOUNTS != 0),
+        refcount_bits: 1 << header.refcount_order.min(6),
+        corrupt: v3(header.incompatible & incompat::CORRUPT != 0),
+        extended_l2: v3(header.incompatible & incompat::EXTENDED_L2 != 0),
+        data_file: header.extension(EXT_DATA_FILE).filter(|_| external).map(printable),
+        data_file_raw: external.then_some(header.autoclear & autoclear::RAW_EXTERNAL_DATA != 0),
+        encrypt: match header.crypt_method {
+            1 => Some(EncryptInfo { format: "aes" }),
+            2 => Some(EncryptInfo { format: "luks" }),
+            _ => None,
         },
-    });
-    Ok(())
+        bitmaps: Vec::new(),
+    }
 }
 
 pub(crate) fn snapshot_info(snapshot: &Snapshot) -> SnapshotInfo {

@@ -19,7 +19,7 @@ mod text;
 pub use chain::{ChainOptions, OpenLayer, OpenedDisk, open_chain, open_null};
 pub use check::{CheckOptions, CheckReport, Finding, Progress, Repair, Severity, check};
 pub use create::{Backing, CreateOptions, Created, Preallocation, create};
-pub use describe::describe;
+pub use describe::{describe, specific_text};
 pub use info::{
     FormatSpecific, ImageInfo, InfoOptions, Qcow2Info, SnapshotInfo, backing_chain, info,
 };

@@ -4,6 +4,7 @@ mod check;
 mod create;
 mod info;
 mod map;
+mod qemu_io;
 mod serve;
 mod snapshot;
 mod usage;
