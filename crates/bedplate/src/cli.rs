@@ -1,6 +1,6 @@
 //! The words of the command line.
 
-use crate::{check, create, info, map, qemu_io, serve, snapshot};
+use crate::{check, create, info, map, qemu_io, resize, serve, snapshot};
 use bedplate_types::limits;
 use clap::{Parser, Subcommand, ValueEnum};
 
@@ -51,6 +51,7 @@ pub enum Verb {
     Info(info::InfoArgs),
     Check(check::CheckArgs),
     Map(map::MapArgs),
+    Resize(resize::ResizeArgs),
     Snapshot(snapshot::SnapshotArgs),
     Serve(serve::ServeArgs),
     QemuIo(qemu_io::QemuIoArgs),

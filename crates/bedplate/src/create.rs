@@ -2,9 +2,9 @@
 
 use crate::failure::Failure;
 use crate::{cli, output};
-use bedplate_image::{Backing, CreateOptions, Preallocation, create, format_of, human_size};
+use bedplate_image::{Backing, CreateOptions, create, format_of, human_size};
 use bedplate_runtime::{Config, Runtime};
-use bedplate_types::{ByteLen, Error, ErrorKind, Format, limits};
+use bedplate_types::{ByteLen, Error, ErrorKind, Format, Preallocation, limits};
 use clap::Args;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -55,15 +55,19 @@ Options of qcow2 (-o):
   compression_type=TYPE   zlib or zstd [default: zlib]
   backing_file=FILE       as -b; at most {name} bytes
   backing_fmt=FMT         as -F
-  preallocation=off       space is taken as it is written
-Options of raw (-o):
-  preallocation=MODE      off: a hole; falloc: space is allocated; full: zeroes are written [default: off]
-Options of both (-o):
+Options of raw and qcow2 (-o):
   size=SIZE               as SIZE
+  preallocation=MODE      the space that is taken at once [default: off]:
+      off       none: space is taken as it is written
+      metadata  qcow2: all metadata is made, the data's space is a hole
+      falloc    space is allocated, but not written; file systems convert it at the first write
+      full      zeroes are written
+      prepared  as full and fast: allocated in one piece, written in large strides past the page cache
 
 Examples:
   bedplate create disk.qcow2 20G
   bedplate create -f raw -o preallocation=falloc disk.raw 20G
+  bedplate create -o preallocation=prepared disk.qcow2 20G
   bedplate create -b base.qcow2 -F qcow2 clone.qcow2",
         name = limits::MAX_BACKING_NAME
     )
@@ -100,10 +104,8 @@ pub fn run(args: CreateArgs) -> Result<ExitCode, Failure> {
     if !args.quiet {
         let size = created.size.get();
         let taken = match options.preallocation {
-            Preallocation::Off => "",
-            Preallocation::Metadata => " preallocation=metadata",
-            Preallocation::Falloc => " preallocation=falloc",
-            Preallocation::Full => " preallocation=full",
+            Preallocation::Off => String::new(),
+            mode => format!(" preallocation={mode}"),
         };
         output::text(&format!(
             "created '{}', {} ({size} bytes): {options}{taken}\n",

@@ -14,6 +14,7 @@ mod info;
 mod map;
 mod output;
 mod qemu_io;
+mod resize;
 mod serve;
 mod snapshot;
 
@@ -34,7 +35,7 @@ fn main() -> ExitCode {
         start_logging(None, "warn");
         return qemu_io::run(words);
     }
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::try_parse_from(resize::protect_size(std::env::args_os())) {
         Ok(cli) => cli,
         Err(e) => return told_by_parser(&e),
     };
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
         Verb::Info(args) => info::run(&args),
         Verb::Check(args) => check::run(&args),
         Verb::Map(args) => map::run(&args),
+        Verb::Resize(args) => resize::run(&args),
         Verb::Snapshot(args) => snapshot::run(&args),
         Verb::Serve(args) => serve::run(&args),
         Verb::QemuIo(args) => return qemu_io::run(args.words.into_iter()),

@@ -5,11 +5,13 @@ use crate::layer::Layer;
 use bedplate_qcow2::Qcow2;
 use bedplate_runtime::buf::IoVec;
 use bedplate_runtime::sync::PinGuard;
-use bedplate_storage::{Storage, ZeroMode};
+use bedplate_storage::{Storage, ZeroMode, take_space};
 use bedplate_types::{
-    ByteLen, CacheMode, Error, ErrorKind, GuestOffset, GuestRange, HostOffset, Result,
+    ByteLen, CacheMode, Error, ErrorKind, GuestOffset, GuestRange, HostOffset, Preallocation,
+    Result,
 };
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What requests to a disk should look like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +31,8 @@ pub struct Disk<S: Storage> {
     chain: Arc<Chain<S>>,
     under: Under<S>,
     name: String,
-    size: ByteLen,
+    /// In bytes.
+    size: AtomicU64,
     read_only: bool,
     cache: CacheMode,
 }
@@ -52,7 +55,14 @@ impl<S: Storage> Disk<S> {
         let read_only = read_only || top.read_only();
         let chain = Arc::new(Chain { layers });
         let under = Under(chain.clone());
-        Ok(Self { chain, under, name: name.into(), size, read_only, cache })
+        Ok(Self {
+            chain,
+            under,
+            name: name.into(),
+            size: AtomicU64::new(size.get()),
+            read_only,
+            cache,
+        })
     }
 
     /// The disk's name in messages.
@@ -62,7 +72,27 @@ impl<S: Storage> Disk<S> {
 
     /// The size in bytes. Requests may reach the end of the last 512-byte sector that it starts.
     pub fn size(&self) -> ByteLen {
-        self.size
+        ByteLen::new(self.size.load(Ordering::Acquire))
+    }
+
+    /// Changes the disk's size: growth reads as zeroes, and its space is taken as `fill` says. One resize at a time;
+    /// requests beyond a smaller new end must not be under way.
+    ///
+    /// # Errors
+    /// `ReadOnly`, `InvalidInput` for a size that can't be or for `fill` when the disk does not grow, `Unsupported`
+    /// for what can't change its size, `NoSpace`, or what else the storage reports. The disk keeps its size then.
+    pub async fn resize(&self, size: ByteLen, fill: Preallocation) -> Result<()> {
+        self.check_write(GuestOffset::ZERO, ByteLen::ZERO)?;
+        match self.top() {
+            Some(Layer::Qcow2(image)) => image.resize(&self.under, size, fill).await?,
+            Some(Layer::Raw(storage)) => resize_raw(storage.as_ref(), size, fill).await?,
+            _ => {
+                let text = format!("disk '{}' can't change its size", self.name);
+                return Err(Error::new(ErrorKind::Unsupported, text));
+            }
+        }
+        self.size.store(size.get(), Ordering::Release);
+        Ok(())
     }
 
     /// True when every change is refused.
@@ -130,7 +160,7 @@ impl<S: Storage> Disk<S> {
     /// Refuses a range that leaves the disk.
     pub(crate) fn check(&self, at: GuestOffset, len: ByteLen) -> Result<()> {
         match GuestRange::new(at, len) {
-            Some(range) if range.end().get() <= sector_end(self.size).get() => Ok(()),
+            Some(range) if range.end().get() <= sector_end(self.size()).get() => Ok(()),
             _ => Err(Error::new(
                 ErrorKind::OutOfRange,
                 format!(
@@ -138,7 +168,7 @@ impl<S: Storage> Disk<S> {
                     len.get(),
                     at.get(),
                     self.name,
-                    self.size.get()
+                    self.size().get()
                 ),
             )),
         }
@@ -276,4 +306,26 @@ impl<S: Storage> Disk<S> {
             _ => self.flush().await,
         }
     }
+}
+
+async fn resize_raw<S: Storage>(storage: &S, size: ByteLen, fill: Preallocation) -> Result<()> {
+    let old = storage.len();
+    let invalid = |text: &str| Err(Error::new(ErrorKind::InvalidInput, text));
+    if fill == Preallocation::Metadata {
+        return invalid("raw images have no metadata; use preallocation=off, falloc or full");
+    }
+    if size <= old && fill != Preallocation::Off {
+        return invalid("space can only be taken ahead for what a disk grows by");
+    }
+    storage.set_len(size).await?;
+    if size > old {
+        let len = ByteLen::new(size.get() - old.get());
+        let taken = take_space(storage, HostOffset::new(old.get()), len, fill).await;
+        if let Err(e) = taken {
+            // As it was before; that it can't be cut again would hide why it could not grow.
+            let _ = storage.set_len(old).await;
+            return Err(e);
+        }
+    }
+    storage.sync().await
 }

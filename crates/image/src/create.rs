@@ -6,51 +6,17 @@
 use crate::chain::cannot_find;
 use crate::name::resolve_backing;
 use bedplate_qcow2::format::{CompressionType, NewImage};
-use bedplate_qcow2::read_header;
+use bedplate_qcow2::{OpenOptions as Qcow2Options, Qcow2, read_header};
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
-use bedplate_storage::{FileStorage, OpenOptions, Storage, ZeroMode};
-use bedplate_types::parse_size;
-use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, Format, HostOffset, Result, ResultExt};
+use bedplate_storage::{FileStorage, OpenOptions, Storage, ZeroMode, take_space};
+use bedplate_types::{
+    ByteLen, CacheMode, Error, ErrorKind, Format, HostOffset, Preallocation, Result, ResultExt,
+    parse_size,
+};
 use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
-
-/// Bytes written at once when a file is filled.
-const FILL_BYTES: usize = 1 << 20;
-
-/// How much of a new image's space is taken at once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Preallocation {
-    /// None: the file is all hole.
-    #[default]
-    Off,
-    /// Metadata only (qcow2).
-    Metadata,
-    /// Space is allocated but not written.
-    Falloc,
-    /// Zeroes are written.
-    Full,
-}
-
-impl FromStr for Preallocation {
-    type Err = Error;
-
-    fn from_str(s: &str) -> Result<Self> {
-        Ok(match s {
-            "off" => Self::Off,
-            "metadata" => Self::Metadata,
-            "falloc" => Self::Falloc,
-            "full" => Self::Full,
-            _ => {
-                return Err(invalid(format!(
-                    "unknown preallocation '{s}'; known are off, metadata, falloc and full"
-                )));
-            }
-        })
-    }
-}
 
 /// The backing file of a new image.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
@@ -251,30 +217,42 @@ async fn check_backing(options: &CreateOptions, backing: &Backing) -> Result<Opt
 
 /// A file that is being made; it is removed again unless it is kept.
 struct NewFile<'a> {
-    storage: FileStorage,
     path: &'a Path,
-    device: bool,
     /// It was not there before.
     remove: bool,
 }
 
 impl<'a> NewFile<'a> {
-    fn create(path: &'a Path, len: ByteLen) -> Result<Self> {
+    /// Makes the file; also tells whether it is a device. What is to be written fast goes past the page cache.
+    fn create(
+        path: &'a Path,
+        len: ByteLen,
+        fill: Preallocation,
+    ) -> Result<(Self, FileStorage, bool)> {
         let old = std::fs::metadata(path);
         let device = old.as_ref().is_ok_and(|m| m.file_type().is_block_device());
         let remove = old.is_err();
-        let how = OpenOptions::new(path).cache(CacheMode::Writeback).exclusive(remove);
         // Devices are asked for the room; files grow when they are ours to remove again.
         let at_first = if device { len } else { ByteLen::ZERO };
-        let storage = FileStorage::create(&how, at_first)?;
-        Ok(Self { storage, path, device, remove })
+        let how = OpenOptions::new(path).cache(CacheMode::Writeback).exclusive(remove);
+        let storage = match fill {
+            Preallocation::Prepared => {
+                match FileStorage::create(&how.clone().cache(CacheMode::None), at_first) {
+                    // A file system without direct I/O is filled all the same. The file is there by now.
+                    Err(e) if e.kind() == ErrorKind::Unsupported => {
+                        FileStorage::create(&how.exclusive(false), at_first)?
+                    }
+                    other => other?,
+                }
+            }
+            _ => FileStorage::create(&how, at_first)?,
+        };
+        Ok((Self { path, remove }, storage, device))
     }
 
-    /// Makes everything durable; from now on the file stays.
-    async fn keep(mut self) -> Result<()> {
-        self.storage.sync().await?;
+    /// From now on the file stays.
+    fn keep(mut self) {
         self.remove = false;
-        Ok(())
     }
 }
 
@@ -293,44 +271,31 @@ async fn create_raw(options: &CreateOptions, size: ByteLen) -> Result<Created> {
     let size = size.align_up(512).ok_or_else(|| invalid("the size is too large"))?;
     let fill = options.preallocation;
     if fill == Preallocation::Metadata {
-        return Err(invalid("raw images have no metadata; use preallocation=off, falloc or full"));
+        return Err(invalid(
+            "raw images have no metadata; use preallocation=off, falloc, full or prepared",
+        ));
     }
-    let file = NewFile::create(&options.path, size)?;
-    if file.device {
+    let (file, storage, device) = NewFile::create(&options.path, size, fill)?;
+    if device {
         if fill != Preallocation::Off {
             return Err(invalid("a block device has all its space; leave preallocation out"));
         }
-        return file.keep().await.map(|()| Created { size });
+    } else {
+        let room = || format!("there is no room for {} bytes", size.get());
+        storage.set_len(size).await.context(room)?;
+        take_space(&storage, HostOffset::ZERO, size, fill).await.context(room)?;
     }
-    let room = || format!("there is no room for {} bytes", size.get());
-    file.storage.set_len(size).await.context(room)?;
-    match fill {
-        Preallocation::Falloc if size > ByteLen::ZERO => {
-            file.storage.allocate(HostOffset::ZERO, size).await.context(room)?;
-        }
-        Preallocation::Full => write_zeroes(&file.storage, size).await.context(room)?,
-        _ => {}
-    }
-    file.keep().await.map(|()| Created { size })
-}
-
-async fn write_zeroes(storage: &FileStorage, size: ByteLen) -> Result<()> {
-    let zeroes = SharedBuf::zeroed(FILL_BYTES)?.iovec();
-    let mut at = 0;
-    while at < size.get() {
-        let n = (size.get() - at).min(FILL_BYTES as u64);
-        storage.write(HostOffset::new(at), zeroes.slice(0, n as usize)).await?;
-        at += n;
-    }
-    Ok(())
+    storage.sync().await?;
+    file.keep();
+    Ok(Created { size })
 }
 
 async fn create_qcow2(options: &CreateOptions, size: ByteLen) -> Result<Created> {
-    if options.preallocation != Preallocation::Off {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            "preallocation of qcow2 images comes with a later version; leave it off (space is prepared ahead while \
-             the disk grows), or let 'qemu-img create' make the image, which can be served as it is",
+    let fill = options.preallocation;
+    if fill != Preallocation::Off && options.backing.is_some() {
+        return Err(invalid(
+            "an image over a backing file can't be preallocated: all of it would hide the backing file; leave one of \
+             the two out",
         ));
     }
     let backing = options.backing.as_ref().map(|b| {
@@ -339,21 +304,30 @@ async fn create_qcow2(options: &CreateOptions, size: ByteLen) -> Result<Created>
     });
     let new = NewImage { size, backing, ..options.qcow2.clone() };
     let layout = new.layout()?;
-    let file = NewFile::create(&options.path, layout.file_len)?;
-    if file.device {
+    let (file, storage, device) = NewFile::create(&options.path, layout.file_len, fill)?;
+    if device {
         let mode = ZeroMode { unmap: false, fast_only: false };
-        file.storage.write_zeroes(HostOffset::ZERO, layout.file_len, mode).await?;
+        storage.write_zeroes(HostOffset::ZERO, layout.file_len, mode).await?;
     } else {
-        file.storage.set_len(layout.file_len).await?;
+        storage.set_len(layout.file_len).await?;
     }
     // The header comes last: until then this is no image.
     for (at, bytes) in layout.writes.iter().rev() {
         if *at == HostOffset::ZERO {
-            file.storage.sync().await?;
+            storage.sync().await?;
         }
-        file.storage.write(*at, iovec(bytes)?).await?;
+        storage.write(*at, iovec(bytes)?).await?;
     }
-    file.keep().await.map(|()| Created { size: layout.header.disk_size() })
+    storage.sync().await?;
+    let size = layout.header.disk_size();
+    if fill != Preallocation::Off {
+        let room = || format!("there is no room for {} bytes and their metadata", size.get());
+        let image = Qcow2::open(storage, &Qcow2Options::default()).await?;
+        image.preallocate(fill).await.context(room)?;
+        image.close().await?;
+    }
+    file.keep();
+    Ok(Created { size })
 }
 
 fn iovec(bytes: &[u8]) -> Result<IoVec> {

@@ -13,17 +13,19 @@ mod describe;
 mod info;
 mod map;
 mod name;
+mod resize;
 mod snapshot;
 mod text;
 
 pub use chain::{ChainOptions, OpenLayer, OpenedDisk, open_chain, open_null};
 pub use check::{CheckOptions, CheckReport, Finding, Progress, Repair, Severity, check};
-pub use create::{Backing, CreateOptions, Created, Preallocation, create};
+pub use create::{Backing, CreateOptions, Created, create};
 pub use describe::{describe, specific_text};
 pub use info::{
     FormatSpecific, ImageInfo, InfoOptions, Qcow2Info, SnapshotInfo, backing_chain, info,
 };
 pub use map::{MapEntry, map};
 pub use name::format_of;
+pub use resize::{NewSize, ResizeOptions, resize};
 pub use snapshot::{SnapshotChange, change_snapshots, describe_snapshots, snapshots};
 pub use text::human_size;

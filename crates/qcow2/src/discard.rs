@@ -81,7 +81,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Writes zeroes as data, where the range does not read as zeroes already.
-    async fn zero_by_data<B: Below>(
+    pub(crate) async fn zero_by_data<B: Below>(
         &self,
         below: &B,
         from: u64,

@@ -20,6 +20,7 @@ mod image;
 mod mapping;
 mod open;
 mod read;
+mod resize;
 mod slice;
 mod snapshots;
 mod space;

@@ -10,4 +10,4 @@ mod option;
 
 pub use addr::{ByteLen, GuestOffset, GuestRange, HostOffset, HostRange};
 pub use error::{Error, ErrorKind, Result, ResultExt};
-pub use option::{CacheMode, Format, parse_size};
+pub use option::{CacheMode, Format, Preallocation, parse_size};

@@ -58,6 +58,55 @@ impl fmt::Display for Format {
     }
 }
 
+/// How much of an image's space is taken ahead of need, named as QEMU's `preallocation=` values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Preallocation {
+    /// None.
+    #[default]
+    Off,
+    /// All metadata, but no space for data (qcow2 only).
+    Metadata,
+    /// Space is allocated and not written.
+    Falloc,
+    /// Zeroes are written.
+    Full,
+    /// As `Full`, fast: space is allocated in one piece, then written in large strides, several at once.
+    Prepared,
+}
+
+impl Preallocation {
+    const NAMES: [(&'static str, Self); 5] = [
+        ("off", Self::Off),
+        ("metadata", Self::Metadata),
+        ("falloc", Self::Falloc),
+        ("full", Self::Full),
+        ("prepared", Self::Prepared),
+    ];
+}
+
+impl FromStr for Preallocation {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Self> {
+        let known = Self::NAMES.iter().find(|(name, _)| *name == s);
+        known.map(|(_, mode)| *mode).ok_or_else(|| {
+            Error::new(
+                ErrorKind::InvalidInput,
+                format!(
+                    "unknown preallocation '{s}'; known are off, metadata, falloc, full and prepared"
+                ),
+            )
+        })
+    }
+}
+
+impl fmt::Display for Preallocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let known = Self::NAMES.iter().find(|(_, mode)| mode == self);
+        f.write_str(known.map_or("off", |(name, _)| name))
+    }
+}
+
 /// How host caching and durability are used, named as QEMU's `cache=` values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum CacheMode {

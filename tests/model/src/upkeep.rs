@@ -1,4 +1,4 @@
-//! Work on whole images (snapshots made, gone back to and deleted) between writes, and what must be true of every
+//! Work on whole images (snapshots made, gone back to and deleted, other sizes) between writes, and what must be true of every
 //! crash state of it: the image is what it was before the step, or what it is after.
 
 use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
@@ -12,7 +12,7 @@ use bedplate_runtime::buf::{AlignedBuf, SharedBuf};
 use bedplate_sim::exec::{block_on, join_all};
 use bedplate_sim::{Event, Fault, Image, Rng, SECTOR, SimOptions, SimStorage};
 use bedplate_storage::ZeroMode;
-use bedplate_types::{ByteLen, CacheMode, ErrorKind, GuestOffset};
+use bedplate_types::{ByteLen, CacheMode, ErrorKind, GuestOffset, Preallocation};
 use std::future::Future;
 use std::time::Duration;
 
@@ -31,6 +31,8 @@ pub struct Chores {
     pub apply: u64,
     /// Weight of deleting one.
     pub delete: u64,
+    /// Weight of another size.
+    pub resize: u64,
     /// The image lies on a device of a fixed length.
     pub device: bool,
     /// Requests to the storage fail now and then.
@@ -52,12 +54,17 @@ impl Chores {
         create: 20,
         apply: 15,
         delete: 15,
+        resize: 0,
         device: false,
         faults: false,
         broken: None,
         states: 0,
         qemu: false,
     };
+
+    /// Other sizes, with snapshots of some.
+    pub const SIZES: Self =
+        Self { write: 40, create: 10, apply: 8, delete: 8, resize: 40, ..Self::SNAPSHOTS };
 }
 
 /// What an image holds.
@@ -88,6 +95,7 @@ enum What {
     Create,
     Apply,
     Delete,
+    Resize,
 }
 
 struct Run {
@@ -178,9 +186,11 @@ impl Run {
             (c.create, What::Create),
             (c.apply, What::Apply),
             (c.delete, What::Delete),
+            (c.resize, What::Resize),
         ];
         let what = weighted(&mut self.rng, &weights);
-        let whole = what != What::Write && self.rng.chance(50);
+        // A resize may write to a cluster before or after.
+        let whole = !matches!(what, What::Write | What::Resize) && self.rng.chance(50);
         if whole {
             self.reopen()?;
         }
@@ -203,7 +213,8 @@ impl Run {
     }
 
     fn write(&mut self) -> Result<(), String> {
-        let spec = &self.bed.spec;
+        let size = self.world().content.len() as u64;
+        let spec = Spec { size, ..self.bed.spec.clone() };
         let sectors = self.world().content.len() as u64 / SECTOR;
         let at = self.rng.below(sectors);
         let most = (4 * spec.cluster()).clamp(8 * SECTOR, 1 << 18) / SECTOR;
@@ -218,7 +229,7 @@ impl Run {
         let seed = self.rng.next_u64();
         let result = match kind {
             0 => {
-                let (from_cluster, to) = whole_clusters(spec, at * SECTOR, len * SECTOR);
+                let (from_cluster, to) = whole_clusters(&spec, at * SECTOR, len * SECTOR);
                 if spec.below.is_none() {
                     content[from_cluster as usize..to as usize].fill(0);
                 }
@@ -249,7 +260,7 @@ impl Run {
         read_all(&self.open.disk).map_err(|e| format!("can't be read: {e:#}"))
     }
 
-    /// Makes, applies or deletes a snapshot.
+    /// Makes, applies or deletes a snapshot, or changes the size.
     fn change(&mut self, what: What) -> Result<(), String> {
         let mut world = self.world().clone();
         let seed = self.rng.next_u64();
@@ -267,6 +278,12 @@ impl Run {
             qcow2.order_faults().break_rule(rule);
         }
         let result = match id {
+            _ if what == What::Resize => {
+                let (size, fill) = self.random_size();
+                self.log.push(format!("resize to {size:#x}, preallocation {fill}"));
+                world.content.resize(size as usize, 0);
+                Self::wait(seed, self.open.disk.resize(ByteLen::new(size), fill))?
+            }
             Some(id) if what == What::Apply => {
                 self.log.push(format!("apply {}", String::from_utf8_lossy(&id)));
                 world.content.clone_from(&world.snapshots[chosen].1);
@@ -289,17 +306,45 @@ impl Run {
         };
         self.storage.clear_faults();
         match result {
-            Ok(()) => self.worlds.push(world),
+            Ok(()) => {
+                let resized = world.content.len() != self.world().content.len();
+                self.worlds.push(world);
+                // A disk does not know that its image has gone back to another size.
+                if resized && what == What::Apply {
+                    self.reopen()?;
+                }
+            }
             Err(e) => self.failed(&e, world)?,
         }
         Ok(())
+    }
+
+    /// A size near the present one, and how growth is to be filled.
+    fn random_size(&mut self) -> (u64, Preallocation) {
+        let old = self.world().content.len() as u64 / SECTOR;
+        let fills = [
+            Preallocation::Metadata,
+            Preallocation::Falloc,
+            Preallocation::Full,
+            Preallocation::Prepared,
+        ];
+        let fill = fills[self.rng.below(4) as usize];
+        let fill = if self.rng.chance(50) { fill } else { Preallocation::Off };
+        if self.rng.chance(45) {
+            return ((1 + self.rng.below(old)) * SECTOR, Preallocation::Off);
+        }
+        // Now and then so much that the L1 table needs more clusters.
+        let most = if self.rng.chance(20) { 1 << 12 } else { old };
+        let new = (old + 1 + self.rng.below(most)).min(old.max(1 << 14) + 1);
+        (new * SECTOR, if new > old { fill } else { Preallocation::Off })
     }
 
     /// After a failure all is as before; where the image is poisoned, either way.
     fn failed(&mut self, e: &bedplate_types::Error, after: World) -> Result<(), String> {
         self.log.push(format!("failed: {e:#}"));
         self.done.failed += 1;
-        if !self.chores.faults && e.kind() != ErrorKind::Limit {
+        let expected = matches!(e.kind(), ErrorKind::Limit | ErrorKind::Unsupported);
+        if !self.chores.faults && !expected {
             return Err(format!("a change failed: {e:#}"));
         }
         let before = self.world().clone();

@@ -41,7 +41,7 @@ fn qcow2_images_are_what_qemu_img_would_make() -> Result<()> {
 #[test]
 fn raw_images_are_holes_or_take_their_space_at_once() -> Result<()> {
     let bench = Bench::new()?;
-    for (mode, takes) in [("off", false), ("falloc", true), ("full", true)] {
+    for (mode, takes) in [("off", false), ("falloc", true), ("full", true), ("prepared", true)] {
         let option = format!("preallocation={mode}");
         bench.run(&["create", "-q", "-o", &option, "a.raw", "3000001"])?.ok()?;
         let meta = std::fs::metadata(bench.path("a.raw"))?;
@@ -108,7 +108,11 @@ fn what_cannot_be_is_refused_and_nothing_is_left_behind() -> Result<()> {
     over(&["-o", "cluster_size=4M", "1M"], &["new.qcow2"])?;
     over(&["-o", "refcount_bits=3", "1M"], &["refcount_bits=3"])?;
     over(&["-o", "compat=0.10,lazy_refcounts=on", "1M"], &["compat=1.1"])?;
-    over(&["-o", "preallocation=full", "1M"], &["later version"])?;
+    over(&["-o", "preallocation=some", "1M"], &["preallocation", "prepared"])?;
+    over(
+        &["-b", "base.qcow2", "-F", "qcow2", "-o", "preallocation=full", "1M"],
+        &["backing file", "preallocated"],
+    )?;
     over(&["-o", "extended_l2=on", "1M"], &["extended_l2"])?;
     over(&["-o", "lazy_refcounts=maybe", "1M"], &["on or off"])?;
     over(&["1E"], &["too large", "cluster_size"])?;
@@ -141,5 +145,74 @@ fn an_overlay_in_the_smallest_clusters_keeps_a_long_name() -> Result<()> {
     bench.run(&["create", "-o", "cluster_size=512", "-b", &base, "-F", "raw", "a.qcow2"])?.ok()?;
     let info = bench.run(&["info", "--json", "a.qcow2"])?.ok()?.json()?;
     assert_eq!(info["backing-filename"], base.as_str());
+    Ok(())
+}
+
+/// Runs of a disk that are alike, as (start, length, data, zero). What file systems know of holes does not count: QEMU writes
+/// the last bytes of a hole's end.
+fn runs(map: &serde_json::Value, holes: bool) -> Vec<(u64, u64, bool, bool)> {
+    let mut runs: Vec<(u64, u64, bool, bool)> = Vec::new();
+    for entry in map.as_array().into_iter().flatten() {
+        let number = |key: &str| entry[key].as_u64().unwrap_or(u64::MAX);
+        let (data, zero) = (entry["data"] == true, holes && entry["zero"] == true);
+        match runs.last_mut() {
+            Some((start, len, d, z))
+                if *start + *len == number("start") && (*d, *z) == (data, zero) =>
+            {
+                *len += number("length");
+            }
+            _ => runs.push((number("start"), number("length"), data, zero)),
+        }
+    }
+    runs
+}
+
+#[test]
+fn preallocated_images_are_of_the_kind_that_qemu_img_makes() -> Result<()> {
+    if !has_or_skip("preallocated_images_are_of_the_kind_that_qemu_img_makes", "qemu-img") {
+        return Ok(());
+    }
+    let bench = Bench::new()?;
+    for (mode, peer, options) in [
+        ("off", "off", ""),
+        ("metadata", "metadata", ""),
+        ("metadata", "metadata", ",cluster_size=512,refcount_bits=64"),
+        ("falloc", "falloc", ""),
+        ("full", "full", ",compat=0.10"),
+        ("prepared", "full", ",cluster_size=2M"),
+    ] {
+        let of = |mode: &str| format!("preallocation={mode}{options}");
+        bench.run(&["create", "-q", "-o", &of(mode), "ours.qcow2", "9000448"])?.ok()?;
+        bench.tool(
+            "qemu-img",
+            &["create", "-q", "-f", "qcow2", "-o", &of(peer), "peer.qcow2", "9000448"],
+        )?;
+        bench.tool("qemu-img", &["check", "-q", "ours.qcow2"])?;
+        let map = |name: &str| bench.tool_json("qemu-img", &["map", "--output=json", name]);
+        let of = |name: &str| Ok::<_, anyhow::Error>(runs(&map(name)?, mode != "metadata"));
+        assert_eq!(of("ours.qcow2")?, of("peer.qcow2")?, "{mode}{options}");
+        bench.tool("qemu-img", &["compare", "-q", "ours.qcow2", "peer.qcow2"])?;
+        let blocks =
+            |name: &str| -> Result<u64> { Ok(std::fs::metadata(bench.path(name))?.blocks() * 512) };
+        let takes = blocks("ours.qcow2")? >= 9_000_448;
+        assert_eq!(takes, blocks("peer.qcow2")? >= 9_000_448, "{mode}{options}");
+        assert_eq!(takes, !matches!(mode, "off" | "metadata"), "{mode}{options}");
+        bench.tool("qemu-io", &["-f", "qcow2", "-c", "write -P 9 1M 3M", "ours.qcow2"])?;
+        bench.run(&["check", "ours.qcow2"])?.ok()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn prepared_data_lies_in_one_run_of_the_file() -> Result<()> {
+    let bench = Bench::new()?;
+    bench.run(&["create", "-q", "-o", "preallocation=prepared", "a.qcow2", "40M"])?.ok()?;
+    let map = bench.run(&["map", "--json", "a.qcow2"])?.ok()?.json()?;
+    let entries = map.as_array().map_or(&[][..], Vec::as_slice);
+    let mut next = entries.first().and_then(|e| e["offset"].as_u64());
+    for entry in entries {
+        assert_eq!((entry["offset"].as_u64(), &entry["data"]), (next, &true.into()), "{map}");
+        next = next.zip(entry["length"].as_u64()).map(|(at, len)| at + len);
+    }
     Ok(())
 }

@@ -5,6 +5,7 @@ mod create;
 mod info;
 mod map;
 mod qemu_io;
+mod resize;
 mod serve;
 mod snapshot;
 mod usage;

@@ -2,7 +2,7 @@
 
 use super::Generation;
 use bedplate_storage::Storage;
-use bedplate_types::{Error, ErrorKind, Result};
+use bedplate_types::{ByteLen, Error, ErrorKind, Result};
 
 impl<S: Storage> Generation<'_, S> {
     /// The first of `clusters` clusters in a row that nothing uses. They are not counted yet.
@@ -36,19 +36,39 @@ impl<S: Storage> Generation<'_, S> {
             }
         }
         // A free tail of the file would do as a start, but hardly ever is there one.
-        let first = self.end.max(self.old_end);
+        self.extend(clusters)
+    }
+
+    /// Clusters behind everything.
+    fn extend(&mut self, clusters: u64) -> Result<u64> {
+        let first = self.end;
         let end = first.saturating_add(clusters);
         if end > crate::format::MAX_HOST >> self.geo.cluster_bits() {
             return Err(Error::new(
                 ErrorKind::Limit,
                 format!(
-                    "image '{}' has reached the largest file size that qcow2 allows",
+                    "image '{}' would be longer than the largest file that qcow2 allows",
                     self.image.storage.name()
                 ),
             ));
         }
         self.end = end;
         Ok(first)
+    }
+
+    /// As [`Self::free_run`], behind the end where the file can grow, so that it reads as zeroes: true then.
+    pub(crate) async fn fresh_run(&mut self, clusters: u64) -> Result<(u64, bool)> {
+        let first = self.extend(clusters)?;
+        let len = self.image.space.offset_of(self.end);
+        match self.image.storage.set_len(ByteLen::new(len.get())).await {
+            Ok(()) => Ok((first, true)),
+            // A device: what lies in it is unknown.
+            Err(e) if e.kind() == ErrorKind::Unsupported => {
+                self.end = first;
+                Ok((self.free_run(clusters).await?, false))
+            }
+            Err(e) => Err(e),
+        }
     }
 
     fn is_taken(&self, cluster: u64) -> bool {
