@@ -5,6 +5,7 @@
 use crate::cow::Job;
 use crate::format::{L1Entry, L2Entry, OFFSET_MASK};
 use crate::image::Qcow2;
+use crate::journal::{Change, Journal, slice_changes};
 use crate::slice::{SliceId, Updated};
 use crate::space::{FreeRun, Freed};
 use bedplate_runtime::buf::SharedBuf;
@@ -43,7 +44,8 @@ impl<S: Storage> Qcow2<S> {
             self.commit_slice(id, &mut jobs[first..end], &mut changes).await;
             first = end;
         }
-        if self.dirty().slices.len() * 2 > self.cache.capacity()
+        let filling = self.journal.as_ref().is_some_and(Journal::wants_write_back);
+        if (filling || self.dirty().slices.len() * 2 > self.cache.capacity())
             && let Err(e) = self.write_back().await
         {
             tracing::debug!("write-back under pressure failed: {e:#}");
@@ -113,14 +115,47 @@ impl<S: Storage> Qcow2<S> {
     /// Sets entries of one slice, loading it when it has left the cache.
     pub(crate) async fn set_entries(&self, id: SliceId, changes: &[(usize, u64)]) -> Result<()> {
         loop {
-            match self.slice(id).map(|slice| slice.update(changes)) {
-                Some(Updated::NewlyDirty) => {
-                    self.note_dirty_slice(id);
-                    return Ok(());
-                }
-                Some(Updated::Dirty) => return Ok(()),
-                Some(Updated::Gone) | None => self.load_slice(id).await?,
+            match self.try_set_entries(id, changes) {
+                Updated::NewlyDirty | Updated::Dirty => return Ok(()),
+                Updated::Gone => self.load_slice(id).await?,
+                Updated::Full => self.write_back().await?,
             }
+        }
+    }
+
+    fn try_set_entries(&self, id: SliceId, changes: &[(usize, u64)]) -> Updated {
+        let Some(slice) = self.slice(id) else { return Updated::Gone };
+        // Until it is dropped, a write-back that begins waits: it would miss the change, and retire what tells of it.
+        let mut logged = None;
+        let updated = slice.update(changes, || {
+            let Some(journal) = &self.journal else { return true };
+            logged = journal.append(slice_changes(id, self.slice_words(), changes));
+            logged.is_some()
+        });
+        if updated == Updated::NewlyDirty {
+            self.note_dirty_slice(id);
+        }
+        updated
+    }
+
+    /// Sets an L1 entry, and tells the journal of it first.
+    async fn set_l1_entry(&self, index: u32, word: u64) -> Result<()> {
+        let change = Change::L1 { index, word };
+        loop {
+            let logged = match &self.journal {
+                None => None,
+                Some(journal) => match journal.append(std::iter::once(change)) {
+                    None => {
+                        self.write_back().await?;
+                        continue;
+                    }
+                    logged => logged,
+                },
+            };
+            self.tables.set_l1(index, word);
+            self.note_dirty_l1(index);
+            drop(logged);
+            return Ok(());
         }
     }
 
@@ -162,8 +197,7 @@ impl<S: Storage> Qcow2<S> {
         self.space.count_leased(std::iter::once(run.first))?;
         self.space.add_metadata(run.first, 1);
         let entry = L1Entry::Table { host, copied: true };
-        self.tables.set_l1(index, self.tables.codec.encode_l1(entry));
-        self.note_dirty_l1(index);
+        self.set_l1_entry(index, self.tables.codec.encode_l1(entry)).await?;
         if old != 0 {
             let cluster = self.space.cluster_of(HostOffset::new(old & OFFSET_MASK));
             self.space.note_freed([Freed { cluster, table: true }]);

@@ -16,6 +16,8 @@ pub enum OrderRule {
     FlushWaits = 8,
     /// I6: a new generation of the metadata is durable before the header names it.
     GenerationFirst = 16,
+    /// I11: what is only in memory stays in the journal until it is in the file.
+    JournalLasts = 32,
 }
 
 /// The rules that are switched off; none, but in tests.

@@ -3,6 +3,7 @@
 use crate::cache::SliceCache;
 use crate::faults::OrderFaults;
 use crate::format::Header;
+use crate::journal::Journal;
 use crate::read::Unpacked;
 use crate::slice::SliceId;
 use crate::space::Space;
@@ -17,7 +18,8 @@ use std::time::Instant;
 
 /// An open qcow2 image, used from any number of threads at once.
 ///
-/// Dropping it without [`Self::close`] is like a crash of the program: what was flushed is there, space may leak.
+/// Dropping it without [`Self::close`] is like a crash of the program: what was flushed is there, space may leak. With
+/// a journal ([`OpenOptions::journal`](crate::OpenOptions)), the next opening finds all that was completed.
 pub struct Qcow2<S: Storage> {
     pub(crate) storage: S,
     pub(crate) read_only: bool,
@@ -48,6 +50,10 @@ pub struct Qcow2<S: Storage> {
     poison: OnceLock<Error>,
     pub(crate) unpacked: Unpacked,
     pub(crate) faults: OrderFaults,
+    /// Changes that are only in memory, for the next process if this one is killed.
+    pub(crate) journal: Option<Journal>,
+    /// An earlier process was killed: space that it had counted and not mapped is found when the image is closed.
+    pub(crate) recount: bool,
 }
 
 /// What is newer in memory than in the file. A short mutex; nothing is awaited under it.
@@ -88,6 +94,8 @@ impl<S: Storage> Qcow2<S> {
             poison: OnceLock::new(),
             unpacked: Unpacked::default(),
             faults: OrderFaults::default(),
+            journal: None,
+            recount: false,
         }
     }
 
@@ -186,6 +194,11 @@ impl<S: Storage> Qcow2<S> {
         let mut dirty = self.dirty();
         dirty.l1.insert(index);
         dirty.since.get_or_insert_with(Instant::now);
+    }
+
+    /// True when changes that are only in memory outlive this process.
+    pub fn has_journal(&self) -> bool {
+        self.journal.is_some()
     }
 
     pub(crate) fn is_lazy(&self) -> bool {

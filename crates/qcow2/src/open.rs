@@ -7,12 +7,15 @@ use crate::format::{
     check_supported, compat, incompat, parse_table,
 };
 use crate::image::Qcow2;
+use crate::journal::{JournalStart, Kept};
 use crate::space::{Found, Space};
 use crate::tables::Tables;
+use crate::takeup::judge_journal;
 use bedplate_runtime::buf::SharedBuf;
 use bedplate_storage::Storage;
 use bedplate_types::{ByteLen, Error, ErrorKind, HostOffset, Result, ResultExt, limits};
 use std::collections::HashSet;
+use std::sync::atomic::AtomicBool;
 
 /// How to open an image.
 #[derive(Clone, Debug)]
@@ -23,6 +26,9 @@ pub struct OpenOptions {
     pub l2_cache: ByteLen,
     /// Memory for refcount blocks.
     pub refcount_cache: ByteLen,
+    /// Where changes that are only in memory are told to the next process, should this one be killed; what such a
+    /// process has left there is taken up. Version 2 has no journal.
+    pub journal: Option<JournalStart>,
 }
 
 impl Default for OpenOptions {
@@ -31,6 +37,7 @@ impl Default for OpenOptions {
             read_only: false,
             l2_cache: ByteLen::new(limits::DEFAULT_L2_CACHE_BYTES),
             refcount_cache: ByteLen::new(limits::DEFAULT_REFCOUNT_CACHE_BYTES),
+            journal: None,
         }
     }
 }
@@ -47,6 +54,10 @@ pub async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
     Header::parse(&bytes).context(named)
 }
 
+fn refused<S: Storage>(storage: &S) -> String {
+    format!("'{}' can't be opened", storage.name())
+}
+
 impl<S: Storage> Qcow2<S> {
     /// Opens the image in `storage`. A refused image, and one opened read-only, is not changed by one bit.
     ///
@@ -56,20 +67,47 @@ impl<S: Storage> Qcow2<S> {
     pub async fn open(storage: S, options: &OpenOptions) -> Result<Self> {
         let mut header = read_header(&storage).await?;
         let writable = !options.read_only && !storage.read_only();
-        let refused = || format!("'{}' can't be opened", storage.name());
-        check_supported(&header, writable).context(refused)?;
-        let geo = header.geometry().context(refused)?;
-        if writable {
-            check_bitmaps(&header, geo).context(refused)?;
+        check_supported(&header, writable).context(|| refused(&storage))?;
+        let geo = header.geometry().context(|| refused(&storage))?;
+        if !writable {
+            return Self::load(storage, header, options).await;
         }
-        if writable && header.incompatible & incompat::DIRTY != 0 {
+        check_bitmaps(&header, geo).context(|| refused(&storage))?;
+        let journal = options.journal.as_ref().filter(|_| header.version >= 3);
+        let judged = journal.map(|start| judge_journal(start, &header, &storage.name()));
+        let mut kept = judged.transpose()?.flatten();
+        let mut storage = storage;
+        if header.incompatible & incompat::DIRTY != 0 {
             tracing::info!(
                 image = storage.name(),
                 "was not closed cleanly; its refcounts are rebuilt"
             );
-            recount(&storage).await.context(refused)?;
+            if let Some(kept) = &mut kept {
+                // The counts lag behind as it is: the mappings first, then all counts from them.
+                let mut image = Self::load(storage, header, options).await?;
+                image.lazy = AtomicBool::new(true);
+                image.take_up(&std::mem::take(&mut kept.changes)).await?;
+                storage = image.storage;
+            }
+            recount(&storage).await.context(|| refused(&storage))?;
             header = read_header(&storage).await?;
         }
+        let mut image = Self::load(storage, header, options).await?;
+        if let Some(kept) = &kept {
+            image.take_up(&kept.changes).await?;
+        }
+        image.prepare_for_writing(kept.as_ref()).await?;
+        if let Some(start) = journal {
+            image.start_journal(start, kept.as_ref()).await?;
+        }
+        Ok(image)
+    }
+
+    /// An image with nothing of it in memory but what is always there.
+    async fn load(storage: S, header: Header, options: &OpenOptions) -> Result<Self> {
+        let writable = !options.read_only && !storage.read_only();
+        let refused = || refused(&storage);
+        let geo = header.geometry().context(refused)?;
         let l1_bytes = u64::from(header.l1_size) * ENTRY_BYTES;
         let l1 = words(&read_bytes(&storage, header.l1_offset, l1_bytes as usize).await?);
         let codec = EntryCodec::new(geo, header.version);
@@ -89,20 +127,17 @@ impl<S: Storage> Qcow2<S> {
         let space = Space::new(geo, header.refcounts().context(refused)?, found);
         let slices = (options.l2_cache.get() / geo.slice_bytes() as u64) as usize;
         let tables = Tables::new(geo, codec, &l1);
-        let image =
-            Self::assemble(storage, header, !writable, tables, SliceCache::new(slices), space, l1);
-        if writable {
-            image.prepare_for_writing().await?;
-        }
-        Ok(image)
+        let cache = SliceCache::new(slices);
+        Ok(Self::assemble(storage, header, !writable, tables, cache, space, l1))
     }
 
     /// Brings the header and refcounts into the state that writing starts from.
-    async fn prepare_for_writing(&self) -> Result<()> {
+    async fn prepare_for_writing(&self, kept: Option<&Kept>) -> Result<()> {
         let header = self.header();
         // What these bits vouch for is not kept up to date here (specification, "Autoclear features").
-        if header.autoclear != 0 {
-            self.change_header(|h| h.autoclear = 0).await?;
+        let autoclear = kept.map_or(0, |k| k.token);
+        if header.autoclear != autoclear {
+            self.change_header(|h| h.autoclear = autoclear).await?;
         }
         Ok(())
     }

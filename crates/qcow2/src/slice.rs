@@ -43,6 +43,8 @@ pub(crate) enum Updated {
     Dirty,
     /// Not done: the slice has left the cache and must be loaded again.
     Gone,
+    /// Not done: the journal has no room for it.
+    Full,
 }
 
 impl Slice {
@@ -72,11 +74,15 @@ impl Slice {
         }
     }
 
-    /// Sets entries, given as index and new word.
-    pub(crate) fn update(&self, changes: &[(usize, u64)]) -> Updated {
+    /// Sets entries, given as index and new word, once `log` has told the journal of them; it says whether it could.
+    pub(crate) fn update(&self, changes: &[(usize, u64)], log: impl FnOnce() -> bool) -> Updated {
         let mut state = self.state();
         if state.gone {
             return Updated::Gone;
+        }
+        // Under the mutex, so that the journal has the changes of an entry in the order in which they are made.
+        if !log() {
+            return Updated::Full;
         }
         for (index, word) in changes {
             if let Some(entry) = self.entries.get(*index) {
@@ -125,13 +131,14 @@ mod tests {
     #[test]
     fn a_dirty_slice_is_never_retired_and_a_retired_one_never_changed() {
         let s = Slice::new([0, 1].into_iter(), false);
-        assert_eq!(s.update(&[(1, 5)]), Updated::NewlyDirty);
+        assert_eq!(s.update(&[(1, 5)], || true), Updated::NewlyDirty);
+        assert_eq!(s.update(&[(1, 6)], || false), Updated::Full);
         assert!(!s.retire() && !s.retire());
         assert_eq!(s.collect()[8..], 5u64.to_be_bytes());
         assert!(!s.retire(), "still being written");
         s.written();
         assert!(s.retire());
-        assert_eq!(s.update(&[(0, 9)]), Updated::Gone);
+        assert_eq!(s.update(&[(0, 9)], || true), Updated::Gone);
         assert_eq!(s.get(0), 0);
     }
 }

@@ -4,13 +4,14 @@
 //!    collected has its refcount among those collected, and its data was written before.
 //! 2. Refcount blocks are written; barrier (which covers all guest data too).
 //! 3. Slices and L1 entries are written as they were collected; barrier.
-//! 4. Removed references may now be reclaimed.
+//! 4. The journal forgets what it told of these changes; removed references may now be reclaimed.
 //!
 //! With the dirty bit set, refcount blocks wait until the image is closed. `docs/on-disk-order.md` has the argument.
 
 use crate::faults::OrderRule;
 use crate::format::ENTRY_BYTES;
 use crate::image::Qcow2;
+use crate::journal::Journal;
 use crate::slice::{Slice, SliceId};
 use bedplate_storage::Storage;
 use bedplate_types::{HostOffset, Result};
@@ -51,6 +52,11 @@ impl<S: Storage> Qcow2<S> {
     async fn write_back_once(&self) -> Result<()> {
         self.check_writable()?;
         let removed = self.space.take_removed();
+        // What was journaled up to here is collected below; later changes may be, and stay in the journal.
+        let journaled = self.journal.as_ref().and_then(Journal::turn);
+        if !self.faults.keeps(OrderRule::JournalLasts) {
+            self.retire_journal(journaled);
+        }
         let collected = self.collect();
         self.write_in_order(&collected).await.map_err(|e| {
             // The slices stay in memory for good, or reads would show what was before the changes.
@@ -59,8 +65,16 @@ impl<S: Storage> Qcow2<S> {
         for (.., slice) in &collected.slices {
             slice.written();
         }
+        // Before anything is freed: a change that is still told of may refer to it.
+        self.retire_journal(journaled);
         self.settle(removed);
         Ok(())
+    }
+
+    fn retire_journal(&self, generation: Option<u64>) {
+        if let (Some(journal), Some(generation)) = (&self.journal, generation) {
+            journal.retire(generation);
+        }
     }
 
     async fn write_in_order(&self, collected: &Collected) -> Result<()> {
@@ -186,7 +200,8 @@ impl<S: Storage> Qcow2<S> {
         if self.is_lazy() {
             self.clear_dirty_bit().await.map_err(|e| self.poison(e))?;
         }
-        self.trim_tail().await
+        self.trim_tail().await?;
+        self.end_journal().await.map_err(|e| self.poison(e))
     }
 
     /// Cuts off space past the last used cluster that was allocated ahead of need.

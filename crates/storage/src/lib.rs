@@ -1,7 +1,7 @@
 //! Where bytes live: files and devices.
 //!
 //! Callers: format engines and the disk. [`Storage`] is what they see; `sim` implements it for tests.
-//! [`FileStorage`] is the real one.
+//! [`FileStorage`] is the real one. [`StateFile`] is memory that outlives the process.
 
 mod file;
 mod holder;
@@ -9,6 +9,7 @@ mod lock;
 mod open;
 mod prepare;
 mod probe;
+mod state;
 mod sys;
 mod traits;
 
@@ -16,4 +17,5 @@ pub use file::FileStorage;
 pub use lock::LockMode;
 pub use open::OpenOptions;
 pub use prepare::take_space;
+pub use state::{SharedWords, StateFile};
 pub use traits::{DirectPin, Extent, IoLimits, SegmentBits, Storage, ZeroMode};

@@ -25,6 +25,8 @@ pub enum ErrorKind {
     Io,
     /// The file system or device has no space left.
     NoSpace,
+    /// What an earlier process left does not fit what is there now.
+    Stale,
     /// Another process uses the image.
     Locked,
     /// A write to something that is read-only.

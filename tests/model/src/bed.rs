@@ -5,7 +5,7 @@ use crate::pattern::tagged;
 use crate::spec::{BelowKind, BelowSpec, Seeds, Spec};
 use bedplate_disk::{Disk, Layer};
 use bedplate_qcow2::check::{CheckOptions, check};
-use bedplate_qcow2::{OpenOptions, Qcow2, Run, read_header, read_snapshots};
+use bedplate_qcow2::{JournalStart, OpenOptions, Qcow2, Run, read_header, read_snapshots};
 use bedplate_runtime::buf::{IoVec, SharedBuf};
 use bedplate_sim::exec::block_on;
 use bedplate_sim::{Image, Rng, SECTOR, SimOptions, SimStorage};
@@ -154,7 +154,21 @@ impl Bed {
     /// # Errors
     /// What opening reports.
     pub fn open(&self, storage: SimStorage, cache: CacheMode) -> Result<Open, Error> {
+        self.open_with(storage, cache, None)
+    }
+
+    /// Opens a disk whose changes in memory outlive it in a journal.
+    ///
+    /// # Errors
+    /// What opening reports.
+    pub fn open_with(
+        &self,
+        storage: SimStorage,
+        cache: CacheMode,
+        journal: Option<JournalStart>,
+    ) -> Result<Open, Error> {
         let options = OpenOptions {
+            journal,
             read_only: false,
             l2_cache: ByteLen::new(self.spec.l2_cache),
             refcount_cache: ByteLen::new(self.spec.refcount_cache),

@@ -13,6 +13,7 @@
 
 mod bed;
 mod examine;
+mod kill;
 mod maker;
 mod oracle;
 mod pattern;
@@ -24,6 +25,7 @@ mod workload;
 
 pub use bed::{Bed, Open, check_image, is_dirty, read_all};
 pub use examine::{Budget, Violation, examine, verify_now};
+pub use kill::{Kills, survive_kills};
 pub use oracle::Oracle;
 pub use spec::{BelowKind, BelowSpec, Seeds, Spec};
 pub use upkeep::{Chores, Done, upkeep};

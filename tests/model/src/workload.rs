@@ -105,16 +105,16 @@ pub struct Recorded {
 }
 
 /// What the tasks of a run share.
-struct Shared<'a> {
-    open: &'a Open,
-    spec: &'a Spec,
-    profile: Profile,
-    oracle: RefCell<Oracle>,
-    now: Cell<Time>,
-    numbers: Cell<u64>,
-    troubles: RefCell<Vec<Trouble>>,
-    pretended: RefCell<Vec<&'static str>>,
-    log: RefCell<Vec<String>>,
+pub(crate) struct Shared<'a> {
+    pub(crate) open: &'a Open,
+    pub(crate) spec: &'a Spec,
+    pub(crate) profile: Profile,
+    pub(crate) oracle: RefCell<Oracle>,
+    pub(crate) now: Cell<Time>,
+    pub(crate) numbers: Cell<u64>,
+    pub(crate) troubles: RefCell<Vec<Trouble>>,
+    pub(crate) pretended: RefCell<Vec<&'static str>>,
+    pub(crate) log: RefCell<Vec<String>>,
 }
 
 impl Shared<'_> {
@@ -248,7 +248,7 @@ fn range(shared: &Shared<'_>, rng: &mut Rng, most: u64) -> (u64, u64) {
     (at * SECTOR, len.min(sectors - at) * SECTOR)
 }
 
-async fn step(shared: &Shared<'_>, rng: &mut Rng) {
+pub(crate) async fn step(shared: &Shared<'_>, rng: &mut Rng) {
     let p = shared.profile;
     let mut pick = rng.below(p.write + p.fua + p.discard + p.zero + p.flush + p.maintain);
     let mut is = |weight: u64| match pick.checked_sub(weight) {

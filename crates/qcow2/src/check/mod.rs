@@ -33,6 +33,7 @@ pub use repair::{Repair, repair};
 pub use report::{CheckReport, Finding, Severity};
 
 pub(crate) use correct::recount;
+pub(crate) use repair::patch_header;
 
 use crate::format::{Header, check_checkable};
 use crate::open::read_header;

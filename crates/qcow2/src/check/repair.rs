@@ -107,7 +107,7 @@ async fn clear_marks<S: Storage>(storage: &S, what: Repair) -> Result<()> {
 }
 
 /// Changes eight bytes of the header, durably. The others stay as they are, also those that are not known here.
-pub(super) async fn patch_header<S: Storage>(
+pub(crate) async fn patch_header<S: Storage>(
     storage: &S,
     at: u64,
     change: impl FnOnce(u64) -> u64,

@@ -37,6 +37,10 @@ pub mod autoclear {
     pub const BITMAPS: u64 = 1 << 0;
     /// The external data file can be read as a raw image.
     pub const RAW_EXTERNAL_DATA: u64 = 1 << 1;
+    /// Bedplate's own use of bits that no feature has: a random number while a server keeps changes outside of the
+    /// file. Like all unknown autoclear bits they are cleared by whoever else opens the image for writing, which tells
+    /// the next server that the image is not as the last one left it.
+    pub const SESSION: u64 = !0 << 8;
 }
 
 /// Which of the three sets a feature bit belongs to.
