@@ -192,6 +192,15 @@ impl<S: Storage> Qcow2<S> {
         if self.read_only {
             return Ok(());
         }
+        self.write_everything().await?;
+        self.end_journal().await.map_err(|e| self.poison(e))
+    }
+
+    /// What closing does but for the end of the journal, which later changes need. No request may be under way.
+    ///
+    /// # Errors
+    /// What the storage reports.
+    pub(crate) async fn write_everything(&self) -> Result<()> {
         self.write_back().await?;
         self.reclaim_all().await?;
         self.end_leases();
@@ -200,8 +209,7 @@ impl<S: Storage> Qcow2<S> {
         if self.is_lazy() {
             self.clear_dirty_bit().await.map_err(|e| self.poison(e))?;
         }
-        self.trim_tail().await?;
-        self.end_journal().await.map_err(|e| self.poison(e))
+        self.trim_tail().await
     }
 
     /// Cuts off space past the last used cluster that was allocated ahead of need.

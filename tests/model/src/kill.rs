@@ -5,7 +5,7 @@ use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
 use crate::oracle::{Allowed, Oracle, Time};
 use crate::spec::Spec;
 use crate::workload::{Profile, Shared, random_limits, step};
-use bedplate_qcow2::{JournalOwner, JournalStart};
+use bedplate_qcow2::{JournalOwner, JournalStart, read_header};
 use bedplate_sim::exec::{Pool, block_on};
 use bedplate_sim::{DiscardMode, Image, Rng, SimOptions, SimStorage};
 use bedplate_storage::{SharedWords, Storage};
@@ -257,7 +257,8 @@ fn finish(mut run: Run, content: &[u8]) -> Result<Kills, String> {
     let open = run.open()?;
     block_on(open.disk.close()).map_err(|e| format!("closing: {e:#}"))?;
     check_image(&run.storage.image(), false).map_err(|e| format!("at the end: {e}"))?;
-    if open.qcow2.header().autoclear != 0 {
+    let header = block_on(read_header(&run.storage)).map_err(|e| format!("{e:#}"))?;
+    if header.autoclear != 0 {
         return Err("the mark of a session is left in the header".to_owned());
     }
     drop(open);

@@ -77,7 +77,8 @@ impl<S: Storage> Qcow2<S> {
                 ),
             ));
         }
-        self.close().await?;
+        // The journal holds nothing afterwards that could be made again over the new tables.
+        self.write_everything().await?;
         let len = self.storage.len();
         let mut generation = Generation::new(self);
         let made = match work(&mut generation).await {
