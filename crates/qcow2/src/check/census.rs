@@ -87,7 +87,7 @@ impl<'a, S: Storage> Census<'a, S> {
         };
         let mut stored = read_refcount_table(reader, &header, &shape).await?;
         if judge.refcounts {
-            stored.learn_ones(reader, shape.end_cluster()).await?;
+            stored.learn(reader, shape.end_cluster(), 1..=1).await?;
         }
         let draft = Draft {
             reader,

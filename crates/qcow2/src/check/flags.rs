@@ -1,7 +1,7 @@
 //! COPIED flags are set to what the counted references say.
 //!
-//! Caller: the repair, when the refcounts are durably right. A flag that is cleared forbids writing in place, which is
-//! always safe; one is set only where the cluster has one reference and that is durable. So the order does not matter.
+//! Caller: the repair. A flag that is cleared forbids writing in place, which is always safe; one is set only where the
+//! cluster has one reference. So any part of these writes may be lost by a crash.
 
 use super::cells::Cells;
 use super::census::{Census, Judge};
@@ -13,14 +13,16 @@ use crate::format::{COMPRESSED, COPIED, ENTRY_BYTES, OFFSET_MASK};
 use bedplate_runtime::buf::AlignedBuf;
 use bedplate_storage::Storage;
 use bedplate_types::Result;
+use std::ops::RangeInclusive;
 
 /// Bytes of an L1 table that are changed at once.
 const PIECE: u64 = 1 << 20;
 
 /// What may be changed.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct How {
-    pub(super) set: bool,
+    /// Flags are set where the stored count is one of these.
+    pub(super) set: RangeInclusive<u64>,
     pub(super) clear: bool,
 }
 
@@ -35,14 +37,16 @@ pub(super) async fn correct_flags<S: Storage>(
 ) -> Result<()> {
     const STAGE: &str = "correcting flags";
     let header = header_of(storage).await?;
-    let mut census = Census::new(storage, header, options, Judge::ALL, STAGE).await?;
+    let mut census = Census::new(storage, header, options, Judge::TABLES, STAGE).await?;
+    let end = census.shape.end_cluster();
+    census.stored.learn(census.reader, end, how.set).await?;
     while let Some(cells) = census.next().await? {
-        let set = how.set && census.report.damage.unknown == 0;
         let marker = Marker {
             shape: &census.shape,
             cells: &cells,
             stored: &census.stored,
-            how: How { set, ..how },
+            set: census.report.damage.unknown == 0,
+            clear: how.clear,
         };
         for l1 in census.outline.l1.iter().filter(|l1| l1.active) {
             let start = l1.at.get();
@@ -70,7 +74,8 @@ struct Marker<'a> {
     shape: &'a Shape,
     cells: &'a Cells,
     stored: &'a Stored,
-    how: How,
+    set: bool,
+    clear: bool,
 }
 
 impl Marker<'_> {
@@ -82,15 +87,15 @@ impl Marker<'_> {
             return entry;
         }
         match self.cells.get(cluster) == 1 {
-            true if self.stored.is_one(cluster) != Some(true) => entry,
+            true if self.stored.is_wanted(cluster) != Some(true) => entry,
             one => self.with_flag(entry, one),
         }
     }
 
     fn with_flag(&self, entry: u64, right: bool) -> u64 {
         match right {
-            true if self.how.set => entry | COPIED,
-            false if self.how.clear => entry & !COPIED,
+            true if self.set => entry | COPIED,
+            false if self.clear => entry & !COPIED,
             _ => entry,
         }
     }

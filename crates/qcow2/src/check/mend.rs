@@ -1,7 +1,8 @@
 //! Entries of L1 and L2 tables that can't stay as they are.
 //!
 //! Caller: `repair -r all`. Every change takes a reference away or clears a bit that has no meaning, none adds a
-//! reference: so any part of these writes may be lost by a crash, and refcounts are at most too high.
+//! reference: so any part of these writes may be lost by a crash, and refcounts are at most too high. A table that lies
+//! over refcounts is not written before these have been made anew elsewhere, because what it changes would be counts.
 
 use super::cells::Use;
 use super::census::{Census, Judge};
@@ -18,15 +19,28 @@ use std::ops::Range;
 /// Bytes of an L1 table that are mended at once.
 const PIECE: u64 = 1 << 20;
 
-/// Mends the entries of all tables, durably.
+/// Where the refcounts lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Refcounts {
+    /// Perhaps over other things. They will give way to these.
+    Anywhere,
+    /// Where nothing else is; what names their space is wrong.
+    Apart,
+}
+
+/// Mends the entries of all tables, durably. Returns whether all could be mended: false when some lie over refcounts.
 ///
 /// # Errors
 /// What the storage reports, or `Limit`.
-pub(super) async fn mend_entries<S: Storage>(storage: &S, options: &CheckOptions) -> Result<()> {
+pub(super) async fn mend_entries<S: Storage>(
+    storage: &S,
+    options: &CheckOptions,
+    refcounts: Refcounts,
+) -> Result<bool> {
     let header = header_of(storage).await?;
     let census =
         Census::new(storage, header.clone(), options, Judge::TABLES, STAGE_ENTRIES).await?;
-    let taken = Taken::new(&census, false);
+    let taken = Taken::new(&census, false, refcounts);
     for l1 in &census.outline.l1 {
         let (start, len) = (l1.at.get(), l1.entries * ENTRY_BYTES);
         let end =
@@ -43,17 +57,47 @@ pub(super) async fn mend_entries<S: Storage>(storage: &S, options: &CheckOptions
     storage.sync().await?;
     // Tables that are not named any more are left as they are.
     let census = Census::new(storage, header, options, Judge::TABLES, STAGE_ENTRIES).await?;
-    let taken = Taken::new(&census, true);
+    let taken = Taken::new(&census, true, refcounts);
     let all = census.outline.tables.len().max(1);
+    let (cluster, mut whole) = (census.shape.cluster(), true);
+    let counts = Taken { shape: census.shape, ranges: joined(refcount_ranges(&census)) };
     for (done, table) in census.outline.tables.iter().enumerate() {
         options.tell(STAGE_ENTRIES, done as f64 / all as f64);
-        let end = table.at.saturating_add(census.shape.cluster());
+        if refcounts == Refcounts::Anywhere && counts.forbids(table.at, cluster) {
+            whole = false;
+            continue;
+        }
+        let end = table.at.saturating_add(cluster);
         if let Some(old) = census.reader.bytes_or_hole(table.at..end).await? {
             let new = taken.mend_l2(&old)?;
             write_changed(storage, table.at, &old, &new).await?;
         }
     }
-    storage.sync().await
+    storage.sync().await?;
+    Ok(whole)
+}
+
+/// The clusters of the refcount table and of all blocks.
+fn refcount_ranges<S: Storage>(census: &Census<'_, S>) -> Vec<Range<u64>> {
+    let (shape, header) = (census.shape, &census.header);
+    let table = shape.cluster_of(header.refcount_table_offset.get());
+    let table = table..table.saturating_add(u64::from(header.refcount_table_clusters));
+    let blocks = census.stored.entries().map(|(index, _)| {
+        let block = shape.cluster_of(census.stored.place(index));
+        block..block + 1
+    });
+    blocks.chain([table]).collect()
+}
+
+/// The ranges sorted, and those that touch as one.
+fn joined(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    ranges.sort_unstable_by_key(|r| r.start);
+    ranges.dedup_by(|b, a| {
+        let joined = b.start <= a.end;
+        a.end = if joined { a.end.max(b.end) } else { a.end };
+        joined
+    });
+    ranges
 }
 
 /// What may be named by entries, and what is taken by metadata.
@@ -64,8 +108,8 @@ struct Taken {
 }
 
 impl Taken {
-    /// Refcounts and bitmaps give way to data, so they are not among what is taken.
-    fn new<S: Storage>(census: &Census<'_, S>, with_tables: bool) -> Self {
+    /// Bitmaps give way to data, so they are not among what is taken; nor are refcounts that may lie anywhere.
+    fn new<S: Storage>(census: &Census<'_, S>, with_tables: bool, refcounts: Refcounts) -> Self {
         let shape = census.shape;
         let clusters =
             |at: u64, len: u64| shape.cluster_of(at)..shape.cluster_of(at + len.max(1) - 1) + 1;
@@ -77,13 +121,10 @@ impl Taken {
         if with_tables {
             ranges.extend(census.outline.tables.iter().map(|t| clusters(t.at, shape.cluster())));
         }
-        ranges.sort_unstable_by_key(|r| r.start);
-        ranges.dedup_by(|b, a| {
-            let joined = b.start <= a.end;
-            a.end = if joined { a.end.max(b.end) } else { a.end };
-            joined
-        });
-        Self { shape, ranges }
+        if refcounts == Refcounts::Apart {
+            ranges.extend(refcount_ranges(census));
+        }
+        Self { shape, ranges: joined(ranges) }
     }
 
     /// True when any cluster of the region holds metadata that must stay, or lies outside of the file.

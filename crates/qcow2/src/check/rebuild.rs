@@ -32,6 +32,9 @@ struct Space {
     runs: Vec<Range<u64>>,
     /// Just past the last cluster in use.
     end: u64,
+    /// Clusters behind the file's end that the old table names. While it is valid, they must stay behind the end, or hold
+    /// nothing.
+    avoided: BTreeSet<u64>,
 }
 
 /// Where the new structures go.
@@ -50,13 +53,15 @@ pub(super) async fn rebuild<S: Storage>(storage: &S, options: &CheckOptions) -> 
     const STAGE: &str = "rebuilding refcounts";
     let header = header_of(storage).await?;
     let mut census = Census::new(storage, header.clone(), options, Judge::ANEW, STAGE).await?;
-    let mut space = Space::default();
+    let named = census.stored.entries().map(|(_, raw)| census.shape.cluster_of(raw));
+    let file_clusters = census.reader.file_len / census.shape.cluster();
+    let avoided = named.filter(|c| *c >= file_clusters).collect();
+    let mut space = Space { avoided, ..Space::default() };
     let mut kept = None;
     while let Some(cells) = census.next().await? {
         space.note(&cells, census.shape.refcounts);
         kept = Some(cells);
     }
-    let file_clusters = census.reader.file_len / census.shape.cluster();
     let old_table = u64::from(header.refcount_table_clusters);
     let format = census.shape.refcounts;
     let plan = space.place(format, census.shape.cluster(), old_table, file_clusters)?;
@@ -177,11 +182,14 @@ impl Space {
 
     /// Places a table of so many clusters, and a cluster for each block.
     fn try_place(&self, table: u64, growth: u64) -> Plan {
-        let mut growth = growth..;
+        let mut growth = growth;
         let mut take = |n: u64| {
-            let start = growth.start;
-            growth.start = start.saturating_add(n);
-            start..growth.start
+            while let Some(hit) = self.avoided.range(growth..growth.saturating_add(n)).next() {
+                growth = hit.saturating_add(1);
+            }
+            let start = growth;
+            growth = start.saturating_add(n);
+            start..growth
         };
         let len = |run: &Range<u64>| run.end - run.start;
         let fitting = self.runs.iter().position(|run| len(run) >= table);

@@ -5,7 +5,7 @@
 
 use super::correct::{How, correct};
 use super::flags::{self, correct_flags};
-use super::mend::mend_entries;
+use super::mend::{Refcounts, mend_entries};
 use super::{CheckOptions, CheckReport, examine, header_of};
 use crate::format::{autoclear, field, incompat};
 use bedplate_runtime::buf::{AlignedBuf, SharedBuf};
@@ -70,10 +70,12 @@ async fn give_back_leaks<S: Storage>(
     if before.leaks == 0 || damage.entries + damage.unknown > 0 || damage.refcounts {
         return Ok(());
     }
+    // Where a count becomes 1, the flag must say so. It comes first: while anything leaks, a repair that was cut off
+    // goes on with both.
+    let flags = flags::How { set: 1..=u64::MAX, clear: false };
+    correct_flags(storage, options, flags).await?;
     let how = How { raise: false, lower: true, rebuild: false, strict: false, stage: STAGE_COUNTS };
-    correct(storage, options, how).await?;
-    // Where a count has become 1, the flag that it is must follow.
-    correct_flags(storage, options, flags::How { set: true, clear: false }).await
+    correct(storage, options, how).await
 }
 
 async fn put_right<S: Storage>(
@@ -85,12 +87,15 @@ async fn put_right<S: Storage>(
         // Without this bit the bitmaps are not valid, and take no space (specification, "Bitmaps extension").
         patch_header(storage, field::AUTOCLEAR, |bits| bits & !autoclear::BITMAPS).await?;
     }
-    if before.damage.entries > 0 {
-        mend_entries(storage, options).await?;
-    }
     let how = How { raise: true, lower: true, rebuild: true, strict: false, stage: STAGE_COUNTS };
+    let tables = before.damage.entries > 0 || before.damage.refcounts;
+    if tables && !mend_entries(storage, options, Refcounts::Anywhere).await? {
+        // These tables wait until the refcounts, which they overlap, have been made anew elsewhere.
+        correct(storage, options, how).await?;
+        mend_entries(storage, options, Refcounts::Apart).await?;
+    }
     correct(storage, options, how).await?;
-    correct_flags(storage, options, flags::How { set: true, clear: true }).await
+    correct_flags(storage, options, flags::How { set: 1..=1, clear: true }).await
 }
 
 /// Clears the bits that say that the image is not sound.

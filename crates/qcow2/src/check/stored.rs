@@ -10,7 +10,7 @@ use bedplate_storage::Storage;
 use bedplate_types::Result;
 use futures_util::future::join_all;
 use std::collections::HashMap;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 /// Refcount table entries without their reserved bits.
@@ -42,7 +42,7 @@ pub(super) struct Loaded {
     pub(super) last: u64,
 }
 
-/// Which counts of a block are 1.
+/// Which counts of a block are as wanted, mostly: are 1.
 #[derive(Clone)]
 enum Ones {
     Unknown,
@@ -180,14 +180,15 @@ impl Stored {
         }
     }
 
-    /// Learns which counts of the clusters below `end` are 1.
+    /// Learns which counts of the clusters below `end` are `wanted`: one value, or some from 1 on.
     ///
     /// # Errors
     /// What the storage reported.
-    pub(super) async fn learn_ones<S: Storage>(
+    pub(super) async fn learn<S: Storage>(
         &mut self,
         reader: Reader<'_, S>,
         end: u64,
+        wanted: RangeInclusive<u64>,
     ) -> Result<()> {
         let blocks = self.blocks().min(self.format.blocks_for(end));
         let mut known: HashMap<u64, Ones> = HashMap::new();
@@ -200,7 +201,7 @@ impl Stored {
                 let twice = self.shared.contains_key(&place);
                 let found = match known.get(&place) {
                     Some(found) => found.clone(),
-                    None => self.ones_of(&block),
+                    None => self.ones_of(&block, &wanted),
                 };
                 if twice {
                     known.insert(place, found.clone());
@@ -213,7 +214,7 @@ impl Stored {
         Ok(())
     }
 
-    fn ones_of(&self, block: &Block) -> Ones {
+    fn ones_of(&self, block: &Block, wanted: &RangeInclusive<u64>) -> Ones {
         let loaded = match block {
             Block::Unreadable => return Ones::Unknown,
             Block::Absent | Block::Zeroes => return Ones::None,
@@ -223,7 +224,7 @@ impl Stored {
         let mut words = vec![0u64; entries.div_ceil(64)];
         let mut number = 0;
         for index in 0..=loaded.last as usize {
-            if self.format.get(&loaded.bytes, index) == Some(1)
+            if self.format.get(&loaded.bytes, index).is_some_and(|n| wanted.contains(&n))
                 && let Some(word) = words.get_mut(index / 64)
             {
                 *word |= 1 << (index % 64);
@@ -237,8 +238,8 @@ impl Stored {
         }
     }
 
-    /// Whether the stored count of a cluster is 1, or `None` when it is not known.
-    pub(super) fn is_one(&self, cluster: u64) -> Option<bool> {
+    /// Whether the stored count of a cluster is as was wanted, or `None` when it is not known.
+    pub(super) fn is_wanted(&self, cluster: u64) -> Option<bool> {
         let (block, index) = self.format.position(cluster);
         match usize::try_from(block).ok().and_then(|b| self.ones.get(b)) {
             Some(Ones::Unknown) => None,

@@ -143,7 +143,7 @@ impl Shape {
         report: &mut CheckReport,
     ) {
         let copied = raw & COPIED != 0;
-        if times == 0 || stored.is_one(self.cluster_of(host)).is_none_or(|one| one == copied) {
+        if times == 0 || stored.is_wanted(self.cluster_of(host)).is_none_or(|one| one == copied) {
             return;
         }
         report.corrupt(times, || {
@@ -220,7 +220,7 @@ impl Visitor<'_> {
     pub(super) fn table(&self, table: &L2Table, bytes: &[u8], report: &mut CheckReport) {
         self.place(table, report);
         let active = u64::from(table.active);
-        let own = self.stored.and_then(|s| s.is_one(self.shape.cluster_of(table.at)));
+        let own = self.stored.and_then(|s| s.is_wanted(self.shape.cluster_of(table.at)));
         let times = Times {
             all: active + u64::from(table.snapshots),
             active,
