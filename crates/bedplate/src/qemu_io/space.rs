@@ -8,7 +8,7 @@ use super::report::{say, system_words};
 use super::rw::number;
 use super::session::Session;
 use bedplate_image::specific_text;
-use bedplate_types::{ByteLen, GuestOffset, Result};
+use bedplate_types::{ByteLen, GuestOffset, Preallocation, Result};
 
 /// Whether the image itself (not one under it) holds what is at `at`, and for how many bytes, at most `len`.
 async fn held(device: &Device, at: u64, len: u64) -> Result<(bool, u64)> {
@@ -89,16 +89,23 @@ pub async fn truncate(session: &Session, call: &Call<'_>) -> Ran {
     let device = session.device()?;
     let specs = letters("m:");
     let mut options = Options::new(&specs, call.words);
+    let mut fill = Preallocation::Off;
     for option in options.by_ref() {
         let option = option.or_else(|e| call.bad_option::<super::args::Found>(&e))?;
-        if !matches!(option.value.as_str(), "off" | "metadata" | "falloc" | "full") {
-            return fail_aloud(format!("qemu-io: Invalid preallocation mode '{}'", option.value));
+        match option.value.parse() {
+            Ok(mode) => fill = mode,
+            Err(_) => {
+                return fail_aloud(format!(
+                    "qemu-io: Invalid preallocation mode '{}'",
+                    option.value
+                ));
+            }
         }
     }
     let &[size] = options.rest().as_slice() else { return call.usage() };
     let size = number(size)?;
-    if size == device.disk.size().get() {
-        return Ok(());
+    match device.disk.resize(ByteLen::new(size), fill).await {
+        Ok(()) => Ok(()),
+        Err(e) => fail_aloud(format!("qemu-io: {e:#}")),
     }
-    fail_aloud("qemu-io: the size of an open disk can't be changed by this version")
 }
