@@ -83,3 +83,22 @@ fn a_change_of_the_size_that_fails_leaves_the_image_as_it_was() {
     let (_, failed, _) = chores("sizes and faults", (80, 2000), faults);
     assert!(failed > 20, "only {failed} failed");
 }
+
+#[test]
+fn a_bitmap_knows_of_every_change_of_any_image() {
+    chores("bitmaps", (150, 4000), Chores::BITMAPS);
+}
+
+#[test]
+fn after_a_power_cut_a_bitmap_knows_of_every_change_or_says_that_it_does_not() {
+    let cut = Chores { spec: small, states: 300, steps: 12, ..Chores::BITMAPS };
+    let (.., states) = chores("bitmaps and power cuts", (60, 900), cut);
+    assert!(states > 5000, "only {states} states");
+}
+
+#[test]
+fn a_change_of_a_bitmap_that_fails_is_told_and_harms_nothing() {
+    let faults = Chores { faults: true, ..Chores::BITMAPS };
+    let (_, failed, _) = chores("bitmaps and faults", (80, 2000), faults);
+    assert!(failed > 20, "only {failed} failed");
+}

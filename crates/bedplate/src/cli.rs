@@ -1,6 +1,6 @@
 //! The words of the command line.
 
-use crate::{check, create, info, map, qemu_io, resize, serve, snapshot};
+use crate::{bitmap, check, create, info, map, qemu_io, resize, serve, snapshot};
 use bedplate_types::limits;
 use clap::{Parser, Subcommand, ValueEnum};
 
@@ -53,6 +53,7 @@ pub enum Verb {
     Map(map::MapArgs),
     Resize(resize::ResizeArgs),
     Snapshot(snapshot::SnapshotArgs),
+    Bitmap(bitmap::BitmapArgs),
     Serve(serve::ServeArgs),
     QemuIo(qemu_io::QemuIoArgs),
 }
@@ -75,6 +76,7 @@ Limits:
   qcow2: bytes of an L1 table              {l1} MiB
   qcow2: bytes of a refcount table         {reftable} MiB
   qcow2: internal snapshots                {snapshots}, in a table of {table} MiB
+  qcow2: memory for a persistent bitmap    {bitmap} MiB
   vhost-user: queues of an export          {queues}
   vhost-user: entries of a queue           {queue_size}
   vhost-user: segments of a request        {segments}
@@ -91,6 +93,7 @@ Limits:
         reftable = mib(limits::MAX_REFTABLE_BYTES),
         snapshots = limits::MAX_SNAPSHOTS,
         table = mib(limits::MAX_SNAPSHOT_TABLE_BYTES),
+        bitmap = mib(limits::MAX_BITMAP_BYTES),
         queues = limits::MAX_QUEUES,
         queue_size = limits::MAX_QUEUE_SIZE,
         segments = limits::MAX_SEGMENTS,

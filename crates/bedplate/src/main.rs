@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod attach;
+mod bitmap;
 mod check;
 mod cli;
 mod create;
@@ -47,6 +48,7 @@ fn main() -> ExitCode {
         Verb::Check(args) => check::run(&args),
         Verb::Map(args) => map::run(&args),
         Verb::Resize(args) => resize::run(&args),
+        Verb::Bitmap(args) => bitmap::run(&args),
         Verb::Snapshot(args) => snapshot::run(&args),
         Verb::Serve(args) => serve::run(&args),
         Verb::QemuIo(args) => return qemu_io::run(args.words.into_iter()),

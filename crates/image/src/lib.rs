@@ -6,6 +6,7 @@
 //! format is stated or told by the file's extension, never guessed from content; what is refused is not changed.
 #![forbid(unsafe_code)]
 
+mod bitmap;
 mod chain;
 mod check;
 mod create;
@@ -17,6 +18,8 @@ mod resize;
 mod snapshot;
 mod text;
 
+pub use bedplate_qcow2::BitmapChange;
+pub use bitmap::change_bitmap;
 pub use chain::{ChainOptions, OpenLayer, OpenedDisk, open_chain, open_null};
 pub use check::{CheckOptions, CheckReport, Finding, Progress, Repair, Severity, check};
 pub use create::{Backing, CreateOptions, Created, create};

@@ -30,6 +30,7 @@ impl<S: Storage> Qcow2<S> {
     /// What the storage reports.
     pub async fn discard<B: Below>(&self, below: &B, at: GuestOffset, len: ByteLen) -> Result<()> {
         self.check_writable()?;
+        self.before_change(at, len).await?;
         let (start, end) = self.whole_clusters(at, len);
         if self.tables.codec.encode_l2(L2Entry::Zero { host: None, copied: false }).is_none()
             && !below.is_empty()
@@ -52,6 +53,7 @@ impl<S: Storage> Qcow2<S> {
         mode: ZeroMode,
     ) -> Result<()> {
         self.check_writable()?;
+        self.before_change(at, len).await?;
         let has_flag =
             self.tables.codec.encode_l2(L2Entry::Zero { host: None, copied: false }).is_some();
         let by_mapping = has_flag || (below.is_empty() && mode.unmap);

@@ -1,5 +1,6 @@
 //! An open image: what all parts of the engine share.
 
+use crate::bitmaps::Bitmaps;
 use crate::cache::SliceCache;
 use crate::faults::OrderFaults;
 use crate::format::Header;
@@ -49,6 +50,8 @@ pub struct Qcow2<S: Storage> {
     /// The first failure of a sync or metadata write; set once, for ever.
     poison: OnceLock<Error>,
     pub(crate) unpacked: Unpacked,
+    /// Persistent bitmaps that record changes.
+    pub(crate) bitmaps: Bitmaps,
     pub(crate) faults: OrderFaults,
     /// Changes that are only in memory, for the next process if this one is killed.
     pub(crate) journal: Option<Journal>,
@@ -93,6 +96,7 @@ impl<S: Storage> Qcow2<S> {
             header_writer: AsyncMutex::new(()),
             poison: OnceLock::new(),
             unpacked: Unpacked::default(),
+            bitmaps: Bitmaps::default(),
             faults: OrderFaults::default(),
             journal: None,
             recount: false,

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod below;
+mod bitmaps;
 mod cache;
 pub mod check;
 mod commit;
@@ -31,6 +32,7 @@ mod write;
 mod writeback;
 
 pub use below::{Below, Nothing};
+pub use bitmaps::BitmapChange;
 pub use faults::{OrderFaults, OrderRule};
 pub use image::Qcow2;
 pub use journal::{JOURNAL_WORDS, JournalOwner, JournalStart};

@@ -101,7 +101,8 @@ impl<S: Storage> Qcow2<S> {
                 let flag = if write { COPIED } else { 0 };
                 let mask = OFFSET_MASK | COMPRESSED | ZERO | flag;
                 let want = |k: u64| (host.get() + k * tables.cluster()) | flag;
-                if rest.all(|(k, word)| word & mask == want(k)) {
+                let one = rest.all(|(k, word)| word & mask == want(k));
+                if one && (!write || self.track(at, len)) {
                     Run::At(HostOffset::new(host.get() + within))
                 } else {
                     Run::Other

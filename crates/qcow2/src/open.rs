@@ -1,10 +1,11 @@
 //! Opening an image: everything is checked before anything is changed.
 
+use crate::bitmaps::{find_bitmaps, has_bitmaps};
 use crate::cache::SliceCache;
 use crate::check::recount;
 use crate::format::{
-    BitmapExtension, ENTRY_BYTES, EXT_BITMAPS, EntryCodec, Geometry, Header, L1Entry, Snapshot,
-    check_supported, compat, incompat, parse_table,
+    ENTRY_BYTES, EntryCodec, Geometry, Header, L1Entry, Snapshot, autoclear, check_supported,
+    compat, incompat, parse_table,
 };
 use crate::image::Qcow2;
 use crate::journal::{JournalStart, Kept};
@@ -72,7 +73,7 @@ impl<S: Storage> Qcow2<S> {
         if !writable {
             return Self::load(storage, header, options).await;
         }
-        check_bitmaps(&header, geo).context(|| refused(&storage))?;
+        let bitmaps = find_bitmaps(&storage, &header, geo).await.context(|| refused(&storage))?;
         let journal = options.journal.as_ref().filter(|_| header.version >= 3);
         let judged = journal.map(|start| judge_journal(start, &header, &storage.name()));
         let mut kept = judged.transpose()?.flatten();
@@ -96,6 +97,7 @@ impl<S: Storage> Qcow2<S> {
         if let Some(kept) = &kept {
             image.take_up(&kept.changes).await?;
         }
+        image.bitmaps.install(bitmaps);
         image.prepare_for_writing(kept.as_ref()).await?;
         if let Some(start) = journal {
             image.start_journal(start, kept.as_ref()).await?;
@@ -134,8 +136,9 @@ impl<S: Storage> Qcow2<S> {
     /// Brings the header and refcounts into the state that writing starts from.
     async fn prepare_for_writing(&self, kept: Option<&Kept>) -> Result<()> {
         let header = self.header();
-        // What these bits vouch for is not kept up to date here (specification, "Autoclear features").
-        let autoclear = kept.map_or(0, |k| k.token);
+        // What other bits vouch for is not kept up to date here (specification, "Autoclear features").
+        let bitmaps = if has_bitmaps(&header) { autoclear::BITMAPS } else { 0 };
+        let autoclear = kept.map_or(0, |k| k.token) | bitmaps;
         if header.autoclear != autoclear {
             self.change_header(|h| h.autoclear = autoclear).await?;
         }
@@ -145,23 +148,6 @@ impl<S: Storage> Qcow2<S> {
     pub(crate) fn wants_lazy_refcounts(header: &Header) -> bool {
         header.version >= 3 && header.compatible & compat::LAZY_REFCOUNTS != 0
     }
-}
-
-/// Persistent bitmaps that are valid would silently stop to be so; who relies on them for backups must know.
-fn check_bitmaps(header: &Header, geo: Geometry) -> Result<()> {
-    let Some(data) = header.extension(EXT_BITMAPS) else { return Ok(()) };
-    if !header.bitmaps_valid() {
-        return Ok(());
-    }
-    let bitmaps = BitmapExtension::parse(data, geo)?;
-    Err(Error::new(
-        ErrorKind::Unsupported,
-        format!(
-            "it holds {} persistent bitmap(s) for incremental backup, which this version can't keep up to date while \
-             it writes; open it read-only, or remove them with 'qemu-img bitmap --remove'",
-            bitmaps.count
-        ),
-    ))
 }
 
 /// Where metadata lies, and the refcount table.

@@ -47,6 +47,11 @@ impl<S: Storage> Qcow2<S> {
         if outcome.0.iter().any(Result::is_err) {
             return outcome.0;
         }
+        for (at, buf) in &writes {
+            if let Err(e) = self.before_change(*at, buf.byte_len()).await {
+                return writes.iter().map(|_| Err(e.clone())).collect();
+            }
+        }
         // Host space found by the look-ups stays in place until all in-place writes have ended.
         let _pin = self.epochs.guard();
         let mut in_place = Vec::new();

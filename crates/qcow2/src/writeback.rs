@@ -201,6 +201,8 @@ impl<S: Storage> Qcow2<S> {
     /// # Errors
     /// What the storage reports.
     pub(crate) async fn write_everything(&self) -> Result<()> {
+        self.check_writable()?;
+        self.store_bitmaps().await?;
         self.write_back().await?;
         self.reclaim_all().await?;
         self.end_leases();

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod bed;
+mod dirty;
 mod examine;
 mod kill;
 mod maker;

@@ -1,13 +1,14 @@
-//! Work on whole images (snapshots made, gone back to and deleted, other sizes) between writes, and what must be true of every
+//! Work on whole images (snapshots made, gone back to and deleted, other sizes, bitmaps) between writes, and what must be true of every
 //! crash state of it: the image is what it was before the step, or what it is after.
 
 use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
+use crate::dirty::check_bitmap;
 use crate::pattern::{BYTES, tagged};
 use crate::plain::whole_clusters;
 use crate::qemu;
 use crate::spec::{Spec, weighted};
 use crate::workload::{on_device, random_limits};
-use bedplate_qcow2::{NewSnapshot, OrderRule, SnapshotRef};
+use bedplate_qcow2::{BitmapChange, NewSnapshot, OrderRule, SnapshotRef};
 use bedplate_runtime::buf::{AlignedBuf, SharedBuf};
 use bedplate_sim::exec::{block_on, join_all};
 use bedplate_sim::{Event, Fault, Image, Rng, SECTOR, SimOptions, SimStorage};
@@ -33,6 +34,8 @@ pub struct Chores {
     pub delete: u64,
     /// Weight of another size.
     pub resize: u64,
+    /// Weight of a bitmap's change: one is kept, and what it says is compared with what was changed.
+    pub bitmap: u64,
     /// The image lies on a device of a fixed length.
     pub device: bool,
     /// Requests to the storage fail now and then.
@@ -55,6 +58,7 @@ impl Chores {
         apply: 15,
         delete: 15,
         resize: 0,
+        bitmap: 0,
         device: false,
         faults: false,
         broken: None,
@@ -65,6 +69,17 @@ impl Chores {
     /// Other sizes, with snapshots of some.
     pub const SIZES: Self =
         Self { write: 40, create: 10, apply: 8, delete: 8, resize: 40, ..Self::SNAPSHOTS };
+
+    /// A bitmap that must know of every change.
+    pub const BITMAPS: Self = Self {
+        write: 60,
+        create: 8,
+        apply: 8,
+        delete: 8,
+        bitmap: 20,
+        steps: 20,
+        ..Self::SNAPSHOTS
+    };
 }
 
 /// What an image holds.
@@ -73,6 +88,8 @@ struct World {
     content: Vec<u8>,
     /// Ids and contents, in order.
     snapshots: Vec<(Vec<u8>, Vec<u8>)>,
+    /// What the disk held when the bitmap was empty.
+    base: Option<Vec<u8>>,
 }
 
 /// What happened in all.
@@ -96,6 +113,7 @@ enum What {
     Apply,
     Delete,
     Resize,
+    Bitmap,
 }
 
 struct Run {
@@ -110,6 +128,8 @@ struct Run {
     whole: Vec<bool>,
     log: Vec<String>,
     leaky: bool,
+    /// A failure or a power cut has made the bitmap useless.
+    lost: bool,
     numbers: u64,
     done: Done,
 }
@@ -140,7 +160,7 @@ pub fn upkeep(seed: u64, chores: Chores) -> Result<Done, String> {
     let snapshots = (1..=bed.spec.seeds.snapshots)
         .map(|n| (n.to_string().into_bytes(), bed.content.clone()))
         .collect();
-    let world = World { content: bed.content.clone(), snapshots };
+    let world = World { content: bed.content.clone(), snapshots, base: None };
     let mut run = Run {
         bed,
         chores,
@@ -151,6 +171,7 @@ pub fn upkeep(seed: u64, chores: Chores) -> Result<Done, String> {
         whole: Vec::new(),
         log: Vec::new(),
         leaky: false,
+        lost: false,
         numbers: 1000,
         done: Done::default(),
     };
@@ -187,10 +208,12 @@ impl Run {
             (c.apply, What::Apply),
             (c.delete, What::Delete),
             (c.resize, What::Resize),
+            (c.bitmap, What::Bitmap),
         ];
         let what = weighted(&mut self.rng, &weights);
-        // A resize may write to a cluster before or after.
-        let whole = !matches!(what, What::Write | What::Resize) && self.rng.chance(50);
+        // A resize may write to a cluster before or after, and a bitmap is stored after.
+        let alone = c.bitmap == 0 && matches!(what, What::Create | What::Apply | What::Delete);
+        let whole = alone && self.rng.chance(50);
         if whole {
             self.reopen()?;
         }
@@ -278,6 +301,20 @@ impl Run {
             qcow2.order_faults().break_rule(rule);
         }
         let result = match id {
+            _ if what == What::Bitmap => {
+                let change = match world.base {
+                    None => {
+                        let granularity = self.rng.chance(70).then(|| 512 << self.rng.below(8));
+                        BitmapChange::Add { granularity }
+                    }
+                    Some(_) if self.rng.chance(50) => BitmapChange::Remove,
+                    Some(_) => BitmapChange::Clear,
+                };
+                self.log.push(format!("bitmap {change:?}"));
+                let gone = change == BitmapChange::Remove;
+                world.base = (!gone).then(|| world.content.clone());
+                Self::wait(seed, qcow2.change_bitmap(b"changes", change))?
+            }
             _ if what == What::Resize => {
                 let (size, fill) = self.random_size();
                 self.log.push(format!("resize to {size:#x}, preallocation {fill}"));
@@ -350,13 +387,15 @@ impl Run {
         let before = self.world().clone();
         self.worlds.push(before.clone());
         if self.open.qcow2.is_poisoned() {
-            self.leaky = true;
+            (self.leaky, self.lost) = (true, true);
             self.open = self
                 .bed
                 .open(self.storage.clone(), CacheMode::None)
                 .map_err(|e| format!("can't be opened after a failure: {e:#}"))?;
             let image = self.storage.image();
-            if same(&self.bed, &image, &self.read()?, &before).is_err() {
+            let seen = self.read()?;
+            let bitmap = check_bitmap(&image, &seen, before.base.as_deref(), false);
+            if bitmap.is_err() || same(&self.bed, &image, &seen, &before).is_err() {
                 *self.worlds.last_mut().expect("just pushed") = after;
             }
         }
@@ -366,7 +405,11 @@ impl Run {
     fn reopen(&mut self) -> Result<(), String> {
         let seed = self.rng.next_u64();
         Self::wait(seed, self.open.disk.close())?.map_err(|e| format!("closing: {e:#}"))?;
-        check_image(&self.storage.image(), self.leaky)?;
+        let image = self.storage.image();
+        check_image(&image, self.leaky)?;
+        let world = self.world();
+        check_bitmap(&image, &world.content, world.base.as_deref(), !self.lost)
+            .map_err(|e| format!("after closing: {e}"))?;
         self.bed.spec.l2_cache ^= 1 << 20;
         self.open = self
             .bed
@@ -420,6 +463,9 @@ impl Run {
         let seen = read_all(&open.disk).map_err(|e| format!("can't be read: {e:#}"))?;
         let (before, after) = (&self.worlds[now - 1], &self.worlds[now]);
         let image = storage.image();
+        // A bitmap that can be trusted knows of every change since it was empty, whichever step is taken for the last.
+        let base = |w: &World| check_bitmap(&image, &seen, w.base.as_deref(), false);
+        base(before).or_else(|e| base(after).map_err(|_| e))?;
         let old = same(&self.bed, &image, &seen, before);
         if old.is_ok() || same(&self.bed, &image, &seen, after).is_ok() {
             return Ok(());

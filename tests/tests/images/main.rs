@@ -4,6 +4,7 @@
 //! All in this process: a disk over files, on a runtime. `harness` opens images, makes random requests and keeps the model of
 //! what must be there; `tools` runs QEMU's side.
 
+mod bitmaps;
 mod chains;
 mod created;
 mod damaged;

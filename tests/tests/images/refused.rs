@@ -112,22 +112,6 @@ fn an_image_marked_corrupt_is_read_but_not_written() -> Result<()> {
 }
 
 #[test]
-fn persistent_bitmaps_are_read_over_but_not_made_stale() -> Result<()> {
-    if !have_qemu("persistent_bitmaps_are_read_over_but_not_made_stale") {
-        return Ok(());
-    }
-    let folder = Folder::new()?;
-    let image = folder.path("image");
-    create(&image, "compat=1.1", 1 << 20)?;
-    qemu_io(&image, Format::Qcow2, &["write -P 9 0 64k"])?;
-    let mut tool = host::tool("qemu-img");
-    host::run(tool.args(["bitmap", "--add", "-f", "qcow2"]).arg(&image).arg("nightly"))?;
-    refuses(&image, false, "bitmap")?;
-    ensure!(reads(&image)? == [9; 512]);
-    Ok(())
-}
-
-#[test]
 fn a_dirty_image_whose_tables_are_damaged_is_not_repaired_by_guessing() -> Result<()> {
     if !have_qemu("a_dirty_image_whose_tables_are_damaged_is_not_repaired_by_guessing") {
         return Ok(());

@@ -1,6 +1,6 @@
-//! Persistent dirty bitmaps, as far as they must be listed and counted.
+//! Persistent dirty bitmaps: their directory and their tables.
 //!
-//! Callers: `info` (names) and the checker (clusters in use). The engine does not change bitmaps.
+//! Callers: `info` (names), the checker (clusters in use), and the engine, which keeps them while it writes.
 
 use super::bytes::{be16, be32, be64, pad8};
 use super::entry::{EntryError, OFFSET_MASK};
@@ -52,6 +52,36 @@ impl Bitmap {
     /// The bitmap was not saved and is not consistent.
     pub const fn in_use(&self) -> bool {
         self.flags & 1 != 0
+    }
+
+    /// It may be used although its extra data is not known.
+    pub const fn extra_compatible(&self) -> bool {
+        self.flags & 4 != 0
+    }
+
+    /// Bytes of its directory entry, padding included.
+    pub fn entry_len(&self) -> usize {
+        (FIXED_BYTES + self.extra.len() + self.name.len()).next_multiple_of(8)
+    }
+
+    /// The bytes of its directory entry.
+    ///
+    /// # Errors
+    /// `InvalidInput` when its name or extra data is too long.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let long = || Error::new(ErrorKind::InvalidInput, "the bitmap's name is too long");
+        let name = u16::try_from(self.name.len()).ok().filter(|n| *n <= MAX_BITMAP_NAME);
+        let extra = u32::try_from(self.extra.len()).map_err(|_| long())?;
+        let mut out = self.table_offset.get().to_be_bytes().to_vec();
+        out.extend_from_slice(&self.table_size.to_be_bytes());
+        out.extend_from_slice(&self.flags.to_be_bytes());
+        out.extend_from_slice(&[self.kind, self.granularity_bits]);
+        out.extend_from_slice(&name.ok_or_else(long)?.to_be_bytes());
+        out.extend_from_slice(&extra.to_be_bytes());
+        out.extend_from_slice(&self.extra);
+        out.extend_from_slice(&self.name);
+        out.resize(self.entry_len(), 0);
+        Ok(out)
     }
 
     /// The bitmap must track writes whenever the image is open for writing.
@@ -106,6 +136,15 @@ impl BitmapExtension {
             )));
         }
         Ok(ext)
+    }
+
+    /// The extension's data.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = self.count.to_be_bytes().to_vec();
+        out.extend_from_slice(&[0; 4]);
+        out.extend_from_slice(&self.directory_size.to_be_bytes());
+        out.extend_from_slice(&self.directory_offset.get().to_be_bytes());
+        out
     }
 
     /// Reads the directory's bytes.
@@ -245,6 +284,27 @@ mod tests {
         let unaligned = entry("x", 0x10200);
         ext.count = 1;
         assert!(ext.parse_directory(&unaligned, geometry()).is_err());
+    }
+
+    #[test]
+    fn what_is_encoded_reads_back() {
+        let bitmap = Bitmap {
+            name: b"name of odd len".to_vec(),
+            table_offset: HostOffset::new(0x7_0000),
+            table_size: 9,
+            flags: 6,
+            kind: 1,
+            granularity_bits: 17,
+            extra: b"extra".to_vec(),
+        };
+        let bytes = bitmap.encode().expect("short");
+        let ext = BitmapExtension {
+            count: 1,
+            directory_size: bytes.len() as u64,
+            directory_offset: HostOffset::new(0x30000),
+        };
+        assert_eq!(BitmapExtension::parse(&ext.encode(), geometry()).expect("valid"), ext);
+        assert_eq!(ext.parse_directory(&bytes, geometry()).expect("valid"), [bitmap]);
     }
 
     #[test]

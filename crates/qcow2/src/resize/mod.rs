@@ -55,6 +55,9 @@ impl<S: Storage> Qcow2<S> {
     ) -> Result<()> {
         self.check_writable()?;
         let old = self.size();
+        if size == old && fill == Preallocation::Off {
+            return Ok(());
+        }
         self.check_resize(old, size, fill)?;
         let mut plan = Plan { old, new: size, fills: Vec::new() };
         if size > old {
@@ -118,6 +121,15 @@ impl<S: Storage> Qcow2<S> {
         }
         if new <= old && fill != Preallocation::Off {
             return invalid("space can only be taken ahead for what a disk grows by".into());
+        }
+        if self.has_bitmaps() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "the size of '{name}' can't be changed while it has persistent bitmaps; remove them first with \
+                     'bedplate bitmap --remove'"
+                ),
+            ));
         }
         let header = self.header();
         if header.version == 2 && header.nb_snapshots > 0 {

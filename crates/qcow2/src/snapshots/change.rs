@@ -51,7 +51,9 @@ impl<S: Storage> Qcow2<S> {
     /// `NotFound` when there is no such snapshot; else as [`Self::create_snapshot`].
     pub async fn apply_snapshot(&self, which: SnapshotRef<'_>) -> Result<()> {
         let _all = self.ranges.exclusive(0, u64::MAX).await;
-        self.next_generation(async |generation| apply(generation, which).await).await
+        self.next_generation(async |generation| apply(generation, which).await).await?;
+        self.track_all();
+        Ok(())
     }
 
     /// Deletes a snapshot; what only it used becomes free. No request may be under way.
@@ -187,6 +189,19 @@ async fn apply<S: Storage>(
     let mut l1 = generation.read_l1(kept.at, kept.entries).await?;
     let size = raw.entries.get(index).and_then(|e| e.snapshot.disk_size).unwrap_or(header.size);
     let needed = check_size(generation, size)?;
+    let image = generation.image();
+    if size != header.size && image.has_bitmaps() {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "the disk of '{}' had another size then, and its persistent bitmaps can't follow; remove them first \
+                 with 'bedplate bitmap --remove'",
+                image.storage.name()
+            ),
+        ));
+    }
+    // All that the disk holds may change with the header: no bitmap may vouch for what it recorded before.
+    image.mark_bitmaps().await?;
     l1.resize(l1.len().max(needed), 0);
     // First down, then up: what both refer to must not count too often in between.
     generation.change_all(&own, -1).await?;

@@ -1,0 +1,59 @@
+//! `bedplate bitmap`.
+
+use super::Bench;
+use anyhow::{Result, ensure};
+use bedplate_tests::has_or_skip;
+use serde_json::{Value, json};
+
+fn bitmaps(bench: &Bench, image: &str) -> Result<Value> {
+    let ours = bench.run(&["info", "--json", image])?.ok()?.json()?;
+    Ok(ours["format-specific"]["data"]["bitmaps"].clone())
+}
+
+#[test]
+fn bitmaps_are_changed_in_the_order_of_the_words() -> Result<()> {
+    if !has_or_skip("bitmaps_are_changed_in_the_order_of_the_words", "qemu-img") {
+        return Ok(());
+    }
+    let bench = Bench::new()?;
+    bench.run(&["create", "-q", "a.qcow2", "10M"])?.ok()?;
+    bench.run(&["bitmap", "--add", "a.qcow2", "b0"])?.ok()?;
+    bench.run(&["bitmap", "--add", "--disable", "-g", "4K", "a.qcow2", "b1"])?.ok()?;
+    let one = |name: &str, granularity: u64, flags: &[&str]| json!({"name": name, "granularity": granularity, "flags": flags});
+    assert_eq!(
+        bitmaps(&bench, "a.qcow2")?,
+        json!([one("b0", 65536, &["auto"]), one("b1", 4096, &[])])
+    );
+    bench.run(&["bitmap", "--disable", "--enable", "--clear", "a.qcow2", "b1"])?.ok()?;
+    bench.run(&["bitmap", "--remove", "--add", "-g", "1M", "a.qcow2", "b0"])?.ok()?;
+    let theirs = bench.tool_json("qemu-img", &["info", "--output=json", "a.qcow2"])?;
+    assert_eq!(bitmaps(&bench, "a.qcow2")?, theirs["format-specific"]["data"]["bitmaps"]);
+    assert_eq!(bitmaps(&bench, "a.qcow2")?[1], one("b0", 1 << 20, &["auto"]));
+    bench.tool("qemu-img", &["check", "-q", "a.qcow2"])?;
+    bench.tool("qemu-img", &["bitmap", "--merge", "b0", "a.qcow2", "b1"])?;
+    bench.run(&["bitmap", "--remove", "a.qcow2", "b0"])?.ok()?;
+    bench.run(&["bitmap", "--remove", "a.qcow2", "b1"])?.ok()?;
+    ensure!(bitmaps(&bench, "a.qcow2")?.is_null());
+    bench.tool("qemu-img", &["check", "-q", "a.qcow2"])?;
+    Ok(())
+}
+
+#[test]
+fn what_cannot_be_done_changes_nothing() -> Result<()> {
+    let bench = Bench::new()?;
+    bench.run(&["create", "-q", "a.qcow2", "10M"])?.ok()?;
+    bench.run(&["create", "-q", "-o", "compat=0.10", "old.qcow2", "10M"])?.ok()?;
+    bench.run(&["create", "-q", "b.raw", "1M"])?.ok()?;
+    bench.run(&["bitmap", "--add", "a.qcow2", "b0"])?.ok()?;
+    let refuses = |args: &[&str], words: &[&str]| bench.refuses(args, 1, words);
+    refuses(&["bitmap", "--add", "a.qcow2", "b0"], &["add bitmap 'b0'", "already"])?;
+    refuses(&["bitmap", "--remove", "a.qcow2", "b1"], &["remove bitmap 'b1'", "bedplate info"])?;
+    refuses(&["bitmap", "--add", "a.qcow2", ""], &["0 bytes"])?;
+    refuses(&["bitmap", "--add", "-g", "100", "a.qcow2", "b1"], &["100", "power of two"])?;
+    refuses(&["bitmap", "--clear", "-g", "1M", "a.qcow2", "b0"], &["--add"])?;
+    refuses(&["bitmap", "a.qcow2", "b0"], &["--add", "--disable"])?;
+    refuses(&["bitmap", "--add", "old.qcow2", "b0"], &["old.qcow2", "version 2"])?;
+    refuses(&["bitmap", "--add", "b.raw", "b0"], &["b.raw", "raw image"])?;
+    refuses(&["resize", "a.qcow2", "11M"], &["bitmap --remove"])?;
+    Ok(())
+}
