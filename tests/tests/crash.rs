@@ -132,6 +132,12 @@ fn i2_i6_snapshots_stay_as_they_are_whatever_is_written_over_them() {
 }
 
 #[test]
+fn i2_i6_subclusters_are_mapped_one_by_one() {
+    let profile = Profile { spec: Spec::subclusters, discard: 20, zero: 20, ..Profile::MIXED };
+    survive("subclusters", profile, 30);
+}
+
+#[test]
 fn i3_freed_space_is_not_used_again_before_its_removal_is_durable() {
     survive("discard and reuse", REUSING, 40);
 }

@@ -142,8 +142,8 @@ impl CreateOptions {
             "backing_fmt" => {
                 self.backing.get_or_insert_default().format = Some(value.parse()?);
             }
-            "extended_l2" if !on_off(key, value)? => {}
-            "extended_l2" | "data_file" | "data_file_raw" | "encryption" | "encrypt.format" => {
+            "extended_l2" => new.extended_l2 = on_off(key, value)?,
+            "data_file" | "data_file_raw" | "encryption" | "encrypt.format" => {
                 return Err(Error::new(
                     ErrorKind::Unsupported,
                     format!(
@@ -154,7 +154,7 @@ impl CreateOptions {
             _ => {
                 return Err(invalid(format!(
                     "unknown option '{key}' for qcow2; known are backing_file, backing_fmt, cluster_size, compat, \
-                     compression_type, lazy_refcounts, preallocation, refcount_bits and size"
+                     compression_type, extended_l2, lazy_refcounts, preallocation, refcount_bits and size"
                 )));
             }
         }

@@ -118,7 +118,8 @@ impl<S: Storage> Qcow2<S> {
         let bytes = buf.into_buf()?;
         let words: Vec<u64> =
             bytes.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect();
-        let careful = words.iter().any(|word| self.entry_fault(*word).is_some());
+        let mut entries = words.chunks_exact(self.tables.geo.entry_words());
+        let careful = entries.any(|entry| self.entry_fault(entry).is_some());
         self.place_slice(id, Slice::new(words.into_iter(), careful))
     }
 
@@ -154,9 +155,11 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Why an L2 entry must not be used, if so: its own rules, or where it points.
-    pub(crate) fn entry_fault(&self, word: u64) -> Option<String> {
-        let (host, len) = match self.tables.codec.l2(word) {
+    /// Why an L2 entry, given as its words, must not be used, if so: its own rules, or where it points.
+    pub(crate) fn entry_fault(&self, words: &[u64]) -> Option<String> {
+        let (word, map) = (words.first().copied(), words.get(1).copied());
+        let cluster = self.tables.codec.cluster(word.unwrap_or(0), map.unwrap_or(0));
+        let (host, len) = match cluster.map(|c| c.entry) {
             Err(e) => return Some(e.to_string()),
             Ok(L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. }) => {
                 (host, self.tables.cluster())

@@ -3,15 +3,18 @@
 //! Order, in memory as on disk: the refcount first, then the mapping, then the note that the old space is free.
 
 use crate::cow::Job;
-use crate::format::{L1Entry, L2Entry, OFFSET_MASK};
+use crate::format::{L1Entry, L2Entry, OFFSET_MASK, SubMap};
 use crate::image::Qcow2;
 use crate::journal::{Change, Journal, slice_changes};
-use crate::slice::{SliceId, Updated};
+use crate::slice::{SliceId, Updated, WordChange};
 use crate::space::{FreeRun, Freed};
 use bedplate_runtime::buf::SharedBuf;
 use bedplate_storage::Storage;
 use bedplate_types::{ByteLen, Error, ErrorKind, HostOffset, Result};
 use smallvec::SmallVec;
+
+/// Changes of one slice.
+type Changes = SmallVec<[WordChange; 32]>;
 
 impl<S: Storage> Qcow2<S> {
     /// Makes the mappings of all jobs whose data was written; the clusters of the others go back.
@@ -35,7 +38,7 @@ impl<S: Storage> Qcow2<S> {
             return;
         }
         // Jobs are sorted by guest address, so those of a slice follow each other.
-        let mut changes: SmallVec<[(usize, u64); 32]> = SmallVec::new();
+        let mut changes = Changes::new();
         let mut first = 0;
         while let Some(job) = jobs.get(first) {
             let (id, _) = self.tables.locate(job.at);
@@ -53,29 +56,43 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Makes the mappings of jobs that lie in one slice.
-    async fn commit_slice(
-        &self,
-        id: SliceId,
-        jobs: &mut [Job],
-        changes: &mut SmallVec<[(usize, u64); 32]>,
-    ) {
+    async fn commit_slice(&self, id: SliceId, jobs: &mut [Job], changes: &mut Changes) {
         changes.clear();
-        for job in jobs.iter_mut().filter(|j| j.failed.is_none() && !j.is_mapped()) {
+        let geo = self.tables.geo;
+        for job in jobs.iter_mut().filter(|j| j.failed.is_none() && !j.is_mapped(geo)) {
+            let index = self.tables.locate(job.at).1 * geo.entry_words();
             let new = L2Entry::Data { host: job.host, copied: true };
-            match self.tables.codec.encode_l2(new) {
-                Some(word) => changes.push((self.tables.locate(job.at).1, word)),
-                None => job.failed = Some(self.unencodable(job.host)),
+            let Some(word) = self.tables.codec.encode_l2(new) else {
+                job.failed = Some(self.unencodable(job.host));
+                continue;
+            };
+            match job.new_map(geo) {
+                Some(_) if !job.needs_cluster() => {
+                    // Others may be changing the bits of other subclusters.
+                    let touched = job.touched(geo);
+                    let (keep, set) = (SubMap::new(0, touched), SubMap::new(touched, 0));
+                    changes.push(WordChange {
+                        index: index + 1,
+                        keep: !keep.raw(),
+                        set: set.raw(),
+                    });
+                }
+                map => {
+                    // The bitmap first: a crash never tears an entry, but its order is easier to follow.
+                    changes.extend(map.map(|m| WordChange::whole(index + 1, m.raw())));
+                    changes.push(WordChange::whole(index, word));
+                }
             }
         }
         if changes.is_empty() {
             return;
         }
-        let result = self.set_entries(id, changes).await;
-        for job in jobs.iter_mut().filter(|j| j.failed.is_none() && !j.is_mapped()) {
+        let result = self.change_words(id, changes).await;
+        for job in jobs.iter_mut().filter(|j| j.failed.is_none() && !j.is_mapped(geo)) {
             match &result {
                 Err(e) => job.failed = Some(e.clone()),
-                Ok(()) if job.needs_cluster() && job.old != L2Entry::Unallocated => {
-                    self.space.note_freed(self.references(job.old));
+                Ok(()) if job.needs_cluster() && job.old.entry != L2Entry::Unallocated => {
+                    self.space.note_freed(self.references(job.old.entry));
                 }
                 Ok(()) => {}
             }
@@ -112,10 +129,10 @@ impl<S: Storage> Qcow2<S> {
         (first..=last).map(|cluster| Freed { cluster, table: false }).collect()
     }
 
-    /// Sets entries of one slice, loading it when it has left the cache.
-    pub(crate) async fn set_entries(&self, id: SliceId, changes: &[(usize, u64)]) -> Result<()> {
+    /// Changes words of one slice, loading it when it has left the cache.
+    pub(crate) async fn change_words(&self, id: SliceId, changes: &[WordChange]) -> Result<()> {
         loop {
-            match self.try_set_entries(id, changes) {
+            match self.try_change_words(id, changes) {
                 Updated::NewlyDirty | Updated::Dirty => return Ok(()),
                 Updated::Gone => self.load_slice(id).await?,
                 Updated::Full => self.write_back().await?,
@@ -123,13 +140,13 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    fn try_set_entries(&self, id: SliceId, changes: &[(usize, u64)]) -> Updated {
+    fn try_change_words(&self, id: SliceId, changes: &[WordChange]) -> Updated {
         let Some(slice) = self.slice(id) else { return Updated::Gone };
         // Until it is dropped, a write-back that begins waits: it would miss the change, and retire what tells of it.
         let mut logged = None;
-        let updated = slice.update(changes, || {
+        let updated = slice.update(changes, |words| {
             let Some(journal) = &self.journal else { return true };
-            logged = journal.append(slice_changes(id, self.slice_words(), changes));
+            logged = journal.append(slice_changes(id, self.slice_words(), words));
             logged.is_some()
         });
         if updated == Updated::NewlyDirty {
@@ -210,7 +227,8 @@ impl<S: Storage> Qcow2<S> {
         let buf = SharedBuf::zeroed(self.tables.cluster() as usize)?;
         self.storage.read(from, buf.iovec()).await?;
         let mut bytes = buf.into_buf()?.to_vec();
-        for entry in bytes.as_chunks_mut::<8>().0 {
+        for entry in bytes.as_chunks_mut::<8>().0.iter_mut().step_by(self.tables.geo.entry_words())
+        {
             entry[0] &= 0x7f;
         }
         self.write_all(vec![(to, bytes)]).await

@@ -3,7 +3,7 @@
 //! Only what the batch does not cover is read, and nothing where the old content is known to be zero.
 
 use crate::below::Below;
-use crate::format::L2Entry;
+use crate::format::{Cluster, Geometry, L2Entry, SubMap};
 use crate::image::Qcow2;
 use crate::mapping::CompressedCluster;
 use bedplate_runtime::buf::{IoVec, SharedBuf};
@@ -29,8 +29,8 @@ pub(crate) struct Segment {
 /// One cluster that gets a new mapping.
 pub(crate) struct Job {
     pub(crate) at: GuestOffset,
-    /// The entry before.
-    pub(crate) old: L2Entry,
+    /// What the tables said before.
+    pub(crate) old: Cluster,
     pub(crate) parts: SmallVec<[Part; 1]>,
     /// Where the cluster will be.
     pub(crate) host: HostOffset,
@@ -39,28 +39,62 @@ pub(crate) struct Job {
     pub(crate) failed: Option<Error>,
 }
 
+/// Bytes of a cluster that no part covers and that must be filled with what was there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Gap {
+    start: u64,
+    end: u64,
+    /// What was there.
+    old: L2Entry,
+}
+
+type Gaps = SmallVec<[Gap; 2]>;
+
 impl Job {
     /// A job for parts that are sorted by place, then by write.
-    pub(crate) fn new(at: GuestOffset, old: L2Entry, parts: SmallVec<[Part; 1]>) -> Self {
+    pub(crate) fn new(at: GuestOffset, old: Cluster, parts: SmallVec<[Part; 1]>) -> Self {
         Self { at, old, parts, host: HostOffset::ZERO, zeroed: false, failed: None }
     }
 
     /// True unless the cluster keeps its place: it became writable in place meanwhile, or holds space of its own
-    /// behind a zero flag.
+    /// behind a zero flag or for other subclusters.
     pub(crate) fn needs_cluster(&self) -> bool {
-        !matches!(
-            self.old,
-            L2Entry::Data { copied: true, .. } | L2Entry::Zero { host: Some(_), copied: true }
-        )
+        needs_cluster(self.old)
+    }
+
+    /// The subclusters that the parts touch.
+    pub(crate) fn touched(&self, geo: Geometry) -> u32 {
+        let touched = |p: &Part| geo.parts_touched(p.within, p.buf.len() as u64);
+        self.parts.iter().fold(0, |all, p| all | touched(p))
     }
 
     /// True when the mapping is already as it must be.
-    pub(crate) fn is_mapped(&self) -> bool {
-        matches!(self.old, L2Entry::Data { copied: true, .. })
+    pub(crate) fn is_mapped(&self, geo: Geometry) -> bool {
+        let touched = || self.touched(geo);
+        matches!(self.old.entry, L2Entry::Data { copied: true, .. })
+            && self.old.map.is_none_or(|map| touched() & !map.allocated() == 0)
     }
 
-    /// The byte ranges of the cluster that no part covers.
-    fn gaps(&self, cluster: u64) -> SmallVec<[(u64, u64); 2]> {
+    /// The subclusters that must be in the cluster's space when this is done, besides those that are there and stay.
+    fn to_fill(&self, geo: Geometry, map: SubMap) -> u32 {
+        let touched = self.touched(geo);
+        match self.old.entry {
+            L2Entry::Data { copied: true, .. } => touched & !map.allocated(),
+            L2Entry::Data { copied: false, .. } => touched | map.allocated(),
+            L2Entry::Compressed { .. } => u32::MAX,
+            _ => touched,
+        }
+    }
+
+    /// The bitmap that the cluster will have, where it changes as a whole.
+    pub(crate) fn new_map(&self, geo: Geometry) -> Option<SubMap> {
+        let old = self.old.map?;
+        let filled = self.to_fill(geo, old);
+        Some(SubMap::new(old.allocated() | filled, old.zero() & !filled))
+    }
+
+    /// The byte ranges of the first `end` bytes of the cluster that no part covers.
+    fn uncovered(&self, end: u64) -> SmallVec<[(u64, u64); 2]> {
         let mut gaps = SmallVec::new();
         let mut at = 0;
         for part in &self.parts {
@@ -69,8 +103,36 @@ impl Job {
             }
             at = at.max(part.within + part.buf.len() as u64);
         }
-        if at < cluster {
-            gaps.push((at, cluster));
+        if at < end {
+            gaps.push((at, end));
+        }
+        gaps
+    }
+
+    /// What must be filled.
+    fn gaps(&self, geo: Geometry) -> Gaps {
+        let mut gaps = Gaps::new();
+        let Some(map) = self.old.map else {
+            if !self.is_mapped(geo) {
+                let gap = |(start, end)| Gap { start, end, old: self.old.entry };
+                gaps.extend(self.uncovered(geo.cluster_size()).into_iter().map(gap));
+            }
+            return gaps;
+        };
+        let (fill, size) = (self.to_fill(geo, map), geo.part_size());
+        for (start, end) in self.uncovered(geo.cluster_size()) {
+            let mut at = start;
+            while at < end {
+                let part = (at / size) as u32;
+                let next = end.min(at - at % size + size);
+                let old = self.old.part(part);
+                match gaps.last_mut() {
+                    _ if fill & SubMap::mask(part, 1) == 0 => {}
+                    Some(gap) if gap.end == at && gap.old == old => gap.end = next,
+                    _ => gaps.push(Gap { start: at, end: next, old }),
+                }
+                at = next;
+            }
         }
         gaps
     }
@@ -98,7 +160,7 @@ impl Job {
             flat.copy_between(part.within as usize, &part.buf, 0, part.buf.len());
         }
         let mut at = 0;
-        for (start, end) in self.gaps(len).into_iter().chain([(len, len)]) {
+        for (start, end) in self.uncovered(len).into_iter().chain([(len, len)]) {
             if start > at {
                 segments.push(Segment {
                     within: at,
@@ -109,14 +171,23 @@ impl Job {
         }
         Ok(())
     }
+}
 
-    /// True when nothing of the old content must be read, whatever the parts leave open.
-    fn needs_no_reading(&self, below: &impl Below) -> bool {
+/// True when a write to the cluster needs new space.
+pub(crate) fn needs_cluster(old: Cluster) -> bool {
+    !matches!(
+        old.entry,
+        L2Entry::Data { copied: true, .. } | L2Entry::Zero { host: Some(_), copied: true }
+    )
+}
+
+impl Gap {
+    /// True when nothing must be read to fill it.
+    fn is_zero(&self, below: &impl Below) -> bool {
         match self.old {
-            L2Entry::Data { copied, .. } => copied,
             L2Entry::Unallocated => below.is_empty(),
             L2Entry::Zero { .. } => true,
-            L2Entry::Compressed { .. } => false,
+            L2Entry::Data { .. } | L2Entry::Compressed { .. } => false,
         }
     }
 }
@@ -129,15 +200,13 @@ impl<S: Storage> Qcow2<S> {
         job: &Job,
         segments: &mut Vec<Segment>,
     ) -> Result<bool> {
-        let gaps = job.gaps(self.tables.cluster());
-        if !gaps.is_empty() && !job.needs_no_reading(below) {
+        let gaps = job.gaps(self.tables.geo);
+        if !gaps.iter().all(|gap| gap.is_zero(below)) {
             return Ok(false);
         }
         job.data(segments)?;
-        if !job.is_mapped() {
-            for (start, end) in gaps {
-                self.fill_zeroes(job, start, end, segments)?;
-            }
+        for gap in gaps {
+            self.fill_zeroes(job, gap.start, gap.end, segments)?;
         }
         Ok(true)
     }
@@ -146,24 +215,21 @@ impl<S: Storage> Qcow2<S> {
     pub(crate) async fn compose<B: Below>(&self, below: &B, job: &Job) -> Result<Vec<Segment>> {
         let mut segments = Vec::new();
         job.data(&mut segments)?;
-        if job.is_mapped() {
-            return Ok(segments);
-        }
-        let gaps = job.gaps(self.tables.cluster());
-        let whole = match job.old {
+        let gaps = job.gaps(self.tables.geo);
+        let whole = match job.old.entry {
             L2Entry::Compressed { host, len } if !gaps.is_empty() => {
                 Some(self.decompress(&CompressedCluster { host, len }).await?)
             }
             _ => None,
         };
-        for (start, end) in gaps {
+        for gap in gaps {
             if let Some(old) = &whole {
-                let buf = SharedBuf::zeroed((end - start) as usize)?.iovec();
-                let from = old.get(start as usize..end as usize).unwrap_or_default();
+                let buf = SharedBuf::zeroed((gap.end - gap.start) as usize)?.iovec();
+                let from = old.get(gap.start as usize..gap.end as usize).unwrap_or_default();
                 buf.copy_from(0, from);
-                segments.push(Segment { within: start, buf });
+                segments.push(Segment { within: gap.start, buf });
             } else {
-                self.fill_gap(below, job, start, end, &mut segments).await?;
+                self.fill_gap(below, job, gap, &mut segments).await?;
             }
         }
         Ok(segments)
@@ -173,11 +239,10 @@ impl<S: Storage> Qcow2<S> {
         &self,
         below: &B,
         job: &Job,
-        start: u64,
-        end: u64,
+        Gap { start, end, old }: Gap,
         segments: &mut Vec<Segment>,
     ) -> Result<()> {
-        match job.old {
+        match old {
             L2Entry::Data { host, .. } => {
                 let buf = SharedBuf::zeroed((end - start) as usize)?.iovec();
                 let from = HostOffset::new(host.get().saturating_add(start));
@@ -243,12 +308,12 @@ mod tests {
         };
         let mut parts: SmallVec<[Part; 1]> = parts.iter().map(part).collect();
         parts.sort_by_key(|p| (p.within, p.write));
-        Job::new(GuestOffset::ZERO, L2Entry::Unallocated, parts)
+        Job::new(GuestOffset::ZERO, Cluster::standard(L2Entry::Unallocated), parts)
     }
 
     #[test]
     fn gaps_are_what_no_part_covers() {
-        let gaps = |parts: &[(usize, u64, &[u8])]| job(parts).gaps(12).to_vec();
+        let gaps = |parts: &[(usize, u64, &[u8])]| job(parts).uncovered(12).to_vec();
         assert_eq!(gaps(&[(0, 2, &[1; 3]), (1, 8, &[1; 2])]), [(0, 2), (5, 8), (10, 12)]);
         assert_eq!(gaps(&[(0, 0, &[1; 12])]), []);
         assert_eq!(gaps(&[(0, 1, &[1; 8]), (1, 2, &[2; 2])]), [(0, 1), (9, 12)]);
@@ -268,5 +333,31 @@ mod tests {
             })
             .collect();
         assert_eq!(flat, [(1, vec![2, 2, 2, 2, 1, 1]), (9, vec![3])]);
+    }
+
+    #[test]
+    fn only_touched_subclusters_are_filled_and_those_that_move() {
+        let geo = Geometry::extended(14).expect("16 KiB"); // subclusters of 512 bytes
+        let gaps = |entry, map, parts: &[(usize, u64, &[u8])]| {
+            let mut job = job(parts);
+            job.old = Cluster { entry, map: Some(map) };
+            (job.gaps(geo).to_vec(), job.new_map(geo).expect("extended"), job.is_mapped(geo))
+        };
+        let gap = |start, end, old| Gap { start, end, old };
+        let (none, zero) = (L2Entry::Unallocated, L2Entry::Zero { host: None, copied: false });
+        let (filled, map, _) = gaps(none, SubMap::new(0, 0b110), &[(0, 600, &[1; 100])]);
+        assert_eq!(filled, [gap(512, 600, zero), gap(700, 1024, zero)]);
+        assert_eq!(map, SubMap::new(0b10, 0b100));
+        // In place: what is there already needs nothing, whatever a part leaves open.
+        let own = L2Entry::Data { host: HostOffset::new(0x50000), copied: true };
+        let (filled, map, mapped) = gaps(own, SubMap::new(1, 0), &[(0, 100, &[1; 500])]);
+        assert_eq!(filled, [gap(600, 1024, none)]);
+        assert_eq!((map, mapped), (SubMap::new(0b11, 0), false));
+        assert!(gaps(own, SubMap::new(1, 0), &[(0, 100, &[1; 100])]).2);
+        // A shared cluster takes along all that it has.
+        let shared = L2Entry::Data { host: HostOffset::new(0x50000), copied: false };
+        let (filled, map, _) = gaps(shared, SubMap::new(0b1110, 1), &[(0, 512, &[1; 512])]);
+        assert_eq!(filled, [gap(1024, 2048, shared)]);
+        assert_eq!(map, SubMap::new(0b1110, 1));
     }
 }

@@ -4,13 +4,14 @@
 //! requests for long nor takes memory in proportion to the disk.
 
 use crate::below::Below;
-use crate::format::L2Entry;
+use crate::format::{Cluster, L2Entry, SubMap};
 use crate::image::Qcow2;
 use crate::mapping::Mapping;
+use crate::slice::WordChange;
 use crate::space::Freed;
 use bedplate_runtime::buf::IoVec;
 use bedplate_storage::{Storage, ZeroMode};
-use bedplate_types::{ByteLen, Error, ErrorKind, GuestOffset, Result};
+use bedplate_types::{ByteLen, Error, ErrorKind, GuestOffset, HostOffset, Result};
 
 /// What clusters are to become.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -32,10 +33,11 @@ impl<S: Storage> Qcow2<S> {
         self.check_writable()?;
         self.before_change(at, len).await?;
         let (start, end) = self.whole_clusters(at, len);
-        if self.tables.codec.encode_l2(L2Entry::Zero { host: None, copied: false }).is_none()
-            && !below.is_empty()
-        {
+        if !self.tables.codec.has_zeroes() && !below.is_empty() {
             return Ok(()); // version 2 can't hide what lies below
+        }
+        for (from, to) in self.edges(at, len, (start, end)) {
+            self.zero_subclusters(below, from, to).await?;
         }
         self.change_clusters(below, start, end, Wish::Discarded).await
     }
@@ -54,16 +56,20 @@ impl<S: Storage> Qcow2<S> {
     ) -> Result<()> {
         self.check_writable()?;
         self.before_change(at, len).await?;
-        let has_flag =
-            self.tables.codec.encode_l2(L2Entry::Zero { host: None, copied: false }).is_some();
-        let by_mapping = has_flag || (below.is_empty() && mode.unmap);
+        let by_mapping = self.tables.codec.has_zeroes() || (below.is_empty() && mode.unmap);
         let (mut start, mut end) = self.whole_clusters(at, len);
-        if !by_mapping || start >= end {
+        if !by_mapping {
             (start, end) = (at.get().saturating_add(len.get()), at.get().saturating_add(len.get()));
         }
-        let edges = [(at.get(), start.min(at.get() + len.get())), (end, at.get() + len.get())];
+        let edges = self.edges(at, len, (start, end));
+        // What may be impossible first: a request that is refused must not have changed anything.
         for (from, to) in edges {
-            self.zero_by_data(below, from, to, mode.fast_only).await?;
+            let (inner, inner_end) = self.whole_subclusters(from, to).await?;
+            self.zero_by_data(below, from, inner, mode.fast_only).await?;
+            self.zero_by_data(below, inner_end, to, mode.fast_only).await?;
+        }
+        for (from, to) in edges {
+            self.zero_subclusters(below, from, to).await?;
         }
         let wish = if mode.unmap { Wish::ZeroUnmapped } else { Wish::ZeroKept };
         if start < end { self.change_clusters(below, start, end, wish).await } else { Ok(()) }
@@ -80,6 +86,17 @@ impl<S: Storage> Qcow2<S> {
             end - end % cluster
         };
         (start, end.max(start))
+    }
+
+    /// What of a range lies before and behind the clusters that are changed as a whole.
+    fn edges(&self, at: GuestOffset, len: ByteLen, whole: (u64, u64)) -> [(u64, u64); 2] {
+        let end = at.get().saturating_add(len.get());
+        if whole.0 >= whole.1 {
+            // Inside one cluster, or on both sides of a border between two.
+            let border = whole.0.clamp(at.get(), end);
+            return [(at.get(), border), (border, end)];
+        }
+        [(at.get(), whole.0), (whole.1.min(end), end)]
     }
 
     /// Writes zeroes as data, where the range does not read as zeroes already.
@@ -110,6 +127,55 @@ impl<S: Storage> Qcow2<S> {
                 self.write_batch(below, vec![(here, buf)]).await.pop().unwrap_or(Ok(()))?;
             }
             at += len;
+        }
+        Ok(())
+    }
+
+    /// The subclusters that lie wholly in a range inside one cluster: none without subclusters, or in a compressed cluster.
+    async fn whole_subclusters(&self, from: u64, to: u64) -> Result<(u64, u64)> {
+        let geo = self.tables.geo;
+        let start = from.next_multiple_of(geo.part_size());
+        // The disk's last subcluster counts as whole where the disk ends in it.
+        let end = if to >= self.size().get() { to.next_multiple_of(geo.part_size()) } else { to };
+        let end = end - end % geo.part_size();
+        if !geo.is_extended() || start >= end {
+            return Ok((to, to));
+        }
+        match self.cluster(GuestOffset::new(start)).await?.entry {
+            L2Entry::Compressed { .. } => Ok((to, to)),
+            _ => Ok((start, end)),
+        }
+    }
+
+    /// Makes the subclusters that lie wholly in a range inside one cluster read as zeroes, by the bitmap alone.
+    async fn zero_subclusters<B: Below>(&self, below: &B, from: u64, to: u64) -> Result<()> {
+        let geo = self.tables.geo;
+        let (start, end) = self.whole_subclusters(from, to).await?;
+        if start >= end {
+            return Ok(());
+        }
+        let at = geo.cluster_start(GuestOffset::new(start));
+        let _range = self.ranges.exclusive(at.get(), geo.cluster_size()).await;
+        let old = self.cluster(at).await?;
+        let parts = geo.parts_touched(start - at.get(), end - start);
+        let Some(map) = old.map else { return Ok(()) };
+        if matches!(old.entry, L2Entry::Compressed { .. }) {
+            // It was compressed since: that is newer than this request.
+            return Ok(());
+        }
+        if map.zero() & parts == parts || (below.is_empty() && map.allocated() & parts == 0) {
+            return Ok(());
+        }
+        let (id, index) = self.tables.locate(at);
+        let index = index * geo.entry_words();
+        let new = SubMap::new(map.allocated() & !parts, map.zero() | parts);
+        let mut changes = vec![WordChange::whole(index + 1, new.raw())];
+        let emptied = new.allocated() == 0 && old.entry != L2Entry::Unallocated;
+        changes.extend(emptied.then(|| WordChange::whole(index, 0)));
+        self.ensure_table(id.l1).await?;
+        self.change_words(id, &changes).await?;
+        if emptied {
+            self.space.note_freed(self.references(old.entry));
         }
         Ok(())
     }
@@ -148,42 +214,61 @@ impl<S: Storage> Qcow2<S> {
         let cluster = self.tables.cluster();
         let _range = self.ranges.exclusive(at, end - at).await;
         let (id, _) = self.tables.locate(GuestOffset::new(at));
+        let geo = self.tables.geo;
         let mut changes = Vec::new();
         let mut freed: Vec<Freed> = Vec::new();
         for start in (at..end).step_by(cluster as usize) {
             let guest = GuestOffset::new(start);
-            let old = self.entry(guest).await?;
+            let old = self.cluster(guest).await?;
             let Some(new) = wanted(old, wish, below.is_empty()) else { continue };
-            let Some(word) = self.tables.codec.encode_l2(new) else { continue };
-            let (_, index) = self.tables.locate(guest);
-            changes.push((index, word));
-            if !matches!(new, L2Entry::Zero { host: Some(_), .. }) {
-                freed.extend(self.references(old));
+            let Some(word) = self.tables.codec.encode_l2(new.entry) else { continue };
+            let index = self.tables.locate(guest).1 * geo.entry_words();
+            changes.push(WordChange::whole(index, word));
+            changes.extend(new.map.map(|map| WordChange::whole(index + 1, map.raw())));
+            if host_of(new.entry).is_none() {
+                freed.extend(self.references(old.entry));
             }
         }
         if changes.is_empty() {
             return Ok(());
         }
         self.ensure_table(id.l1).await?;
-        self.set_entries(id, &changes).await?;
+        self.change_words(id, &changes).await?;
         self.space.note_freed(freed);
         Ok(())
     }
 }
 
-/// The entry that a cluster is to have, or `None` to leave it.
-fn wanted(old: L2Entry, wish: Wish, nothing_below: bool) -> Option<L2Entry> {
-    let zero = L2Entry::Zero { host: None, copied: false };
-    let gone = if nothing_below { L2Entry::Unallocated } else { zero };
-    let new = match (wish, old) {
+/// The space that an entry keeps, but for compressed ones.
+fn host_of(entry: L2Entry) -> Option<HostOffset> {
+    match entry {
+        L2Entry::Data { host, .. } => Some(host),
+        L2Entry::Zero { host, .. } => host,
+        L2Entry::Unallocated | L2Entry::Compressed { .. } => None,
+    }
+}
+
+/// What a cluster is to become, or `None` to leave it.
+fn wanted(old: Cluster, wish: Wish, nothing_below: bool) -> Option<Cluster> {
+    let extended = old.map.is_some();
+    let nothing = Cluster { entry: L2Entry::Unallocated, map: old.map.map(|_| SubMap::default()) };
+    let zeroes = |host: Option<HostOffset>| {
+        let copied = host.is_some();
+        let entry = match host {
+            Some(host) if extended => L2Entry::Data { host, copied },
+            None if extended => L2Entry::Unallocated,
+            host => L2Entry::Zero { host, copied },
+        };
+        Cluster { entry, map: old.map.map(|_| SubMap::ZEROES) }
+    };
+    let gone = if nothing_below { nothing } else { zeroes(None) };
+    let new = match (wish, old.entry) {
         (Wish::Discarded, L2Entry::Unallocated) => old,
         (_, L2Entry::Unallocated) if nothing_below => old,
         (Wish::Discarded | Wish::ZeroUnmapped, _) => gone,
-        (Wish::ZeroKept, L2Entry::Data { host, copied: true }) => {
-            L2Entry::Zero { host: Some(host), copied: true }
-        }
+        (Wish::ZeroKept, L2Entry::Data { host, copied: true }) => zeroes(Some(host)),
         (Wish::ZeroKept, L2Entry::Zero { .. }) => old,
-        (Wish::ZeroKept, _) => zero,
+        (Wish::ZeroKept, _) => zeroes(None),
     };
     (new != old).then_some(new)
 }
@@ -191,19 +276,36 @@ fn wanted(old: L2Entry, wish: Wish, nothing_below: bool) -> Option<L2Entry> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use bedplate_types::HostOffset;
 
     #[test]
     fn zeroing_never_lets_the_layer_below_show() {
-        let zero = L2Entry::Zero { host: None, copied: false };
+        let none = Cluster::standard(L2Entry::Unallocated);
+        let zero = Cluster::standard(L2Entry::Zero { host: None, copied: false });
         let data = L2Entry::Data { host: HostOffset::new(0x50000), copied: true };
+        let data = Cluster::standard(data);
         let kept = L2Entry::Zero { host: Some(HostOffset::new(0x50000)), copied: true };
+        let kept = Cluster::standard(kept);
         assert_eq!(wanted(data, Wish::Discarded, false), Some(zero));
-        assert_eq!(wanted(data, Wish::Discarded, true), Some(L2Entry::Unallocated));
-        assert_eq!(wanted(L2Entry::Unallocated, Wish::ZeroUnmapped, false), Some(zero));
-        assert_eq!(wanted(L2Entry::Unallocated, Wish::ZeroUnmapped, true), None);
-        assert_eq!(wanted(L2Entry::Unallocated, Wish::Discarded, false), None);
+        assert_eq!(wanted(data, Wish::Discarded, true), Some(none));
+        assert_eq!(wanted(none, Wish::ZeroUnmapped, false), Some(zero));
+        assert_eq!(wanted(none, Wish::ZeroUnmapped, true), None);
+        assert_eq!(wanted(none, Wish::Discarded, false), None);
         assert_eq!(wanted(data, Wish::ZeroKept, false), Some(kept));
-        assert_eq!(wanted(kept, Wish::ZeroUnmapped, true), Some(L2Entry::Unallocated));
+        assert_eq!(wanted(kept, Wish::ZeroUnmapped, true), Some(none));
+    }
+
+    #[test]
+    fn clusters_of_subclusters_become_zero_by_their_bitmap() {
+        let entry = L2Entry::Data { host: HostOffset::new(0x50000), copied: true };
+        let cluster = |entry, map| Cluster { entry, map: Some(map) };
+        let old = cluster(entry, SubMap::new(0xff, 0xff00));
+        let hidden = cluster(L2Entry::Unallocated, SubMap::ZEROES);
+        let gone = cluster(L2Entry::Unallocated, SubMap::default());
+        assert_eq!(wanted(old, Wish::Discarded, false), Some(hidden));
+        assert_eq!(wanted(old, Wish::Discarded, true), Some(gone));
+        assert_eq!(wanted(old, Wish::ZeroKept, false), Some(cluster(entry, SubMap::ZEROES)));
+        let shown = cluster(L2Entry::Unallocated, SubMap::new(0, 1));
+        assert_eq!(wanted(shown, Wish::ZeroUnmapped, false), Some(hidden));
+        assert_eq!(wanted(hidden, Wish::ZeroUnmapped, false), None);
     }
 }

@@ -4,7 +4,7 @@
 //! sense that the host space is not given to anything else, for as long as the caller holds a pin of
 //! [`Qcow2::epochs`] that it took before.
 
-use crate::format::{COMPRESSED, COPIED, L2Entry, OFFSET_MASK, ZERO};
+use crate::format::{COMPRESSED, COPIED, Cluster, L2Entry, OFFSET_MASK, ZERO};
 use crate::image::Qcow2;
 use crate::slice::{Slice, SliceId};
 use bedplate_storage::Storage;
@@ -95,6 +95,9 @@ impl<S: Storage> Qcow2<S> {
             return Run::Other;
         }
         slice.touch();
+        if tables.geo.is_extended() {
+            return self.lookup_parts(slice, write, at, len);
+        }
         let mut rest = (1..clusters).map(|k| (k as u64, slice.get(index + k)));
         match tables.codec.l2(slice.get(index)) {
             Ok(L2Entry::Data { host, copied }) if copied || !write => {
@@ -118,6 +121,37 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
+    /// As [`Self::lookup_run`], for a range inside a slice of extended entries.
+    fn lookup_parts(&self, slice: &Slice, write: bool, at: GuestOffset, len: ByteLen) -> Run {
+        let geo = self.tables.geo;
+        let (_, first) = self.tables.locate(at);
+        let (mut within, mut left) = (geo.in_cluster(at), len.get());
+        let mut answer = None;
+        for index in first.. {
+            if left == 0 {
+                break;
+            }
+            let here = left.min(geo.cluster_size() - within);
+            let (word, map) = slice.pair(index * geo.entry_words());
+            let Ok(cluster) = self.tables.codec.cluster(word, map) else { return Run::Other };
+            let touched = geo.parts_touched(within, here);
+            let run = one_run(cluster, touched, write, within);
+            let expected = match answer {
+                Some(Run::At(start)) => {
+                    start.checked_add(ByteLen::new(len.get() - left)).map(Run::At)
+                }
+                other => other,
+            };
+            if run == Run::Other || expected.is_some_and(|e| e != run) {
+                return Run::Other;
+            }
+            answer.get_or_insert(run);
+            left -= here;
+            within = 0;
+        }
+        answer.unwrap_or(Run::Other)
+    }
+
     /// The first run of a range; `None` when a slice is not in memory.
     ///
     /// # Errors
@@ -129,33 +163,31 @@ impl<S: Storage> Qcow2<S> {
             return Ok(Some(Mapping::Unallocated { len }));
         }
         let mut cursor = Cursor { image: self, slice: None };
-        let Some(first) = cursor.entry(at)? else { return Ok(None) };
-        let cluster = self.tables.cluster();
-        let within = self.tables.geo.in_cluster(at);
-        let mut run = cluster - within;
-        // More clusters belong to the run while they continue it; what is not in memory ends it.
+        let geo = self.tables.geo;
+        let Some(cluster) = cursor.cluster(at)? else { return Ok(None) };
+        let first = placed(cluster.part(geo.part(at)), geo.in_cluster(at));
+        let mut run = geo.part_size() - at.get() % geo.part_size();
+        // More parts belong to the run while they continue it; what is not in memory ends it.
         for _ in 0..LONGEST_RUN {
             if run >= len.get() {
                 break;
             }
             let Some(next) = at.checked_add(ByteLen::new(run)) else { break };
-            let Ok(Some(entry)) = cursor.entry(next) else { break };
-            if !continues(first, entry, within + run) {
+            let Ok(Some(cluster)) = cursor.cluster(next) else { break };
+            let entry = placed(cluster.part(geo.part(next)), geo.in_cluster(next));
+            if !continues(first, entry, run, geo.in_cluster(next)) {
                 break;
             }
-            run += cluster;
+            run += geo.part_size();
         }
         let len = ByteLen::new(run.min(len.get()));
         Ok(Some(match first {
             L2Entry::Unallocated => Mapping::Unallocated { len },
             L2Entry::Zero { host, .. } => Mapping::Zero { len, allocated: host.is_some() },
-            L2Entry::Data { host, copied } => {
-                let host = HostOffset::new(host.get() + within);
-                Mapping::Data { host, len, in_place: copied }
-            }
+            L2Entry::Data { host, copied } => Mapping::Data { host, len, in_place: copied },
             L2Entry::Compressed { host, len: size } => {
                 let cluster = CompressedCluster { host, len: size };
-                Mapping::Compressed { cluster, within: ByteLen::new(within), len }
+                Mapping::Compressed { cluster, within: ByteLen::new(geo.in_cluster(at)), len }
             }
         }))
     }
@@ -177,17 +209,12 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// The decoded entry of one cluster, loading its slice when missing.
-    pub(crate) async fn entry(&self, at: GuestOffset) -> Result<L2Entry> {
+    /// What the tables say of one cluster, loading its slice when missing.
+    pub(crate) async fn cluster(&self, at: GuestOffset) -> Result<Cluster> {
         loop {
-            let (id, _) = self.tables.locate(at);
-            if self.tables.l1(id.l1) == 0 {
-                return Ok(L2Entry::Unallocated);
-            }
-            let found = Cursor { image: self, slice: None }.entry(at);
-            match found {
-                Ok(Some(entry)) => return Ok(entry),
-                Ok(None) => self.load_slice(id).await?,
+            match (Cursor { image: self, slice: None }).cluster(at) {
+                Ok(Some(cluster)) => return Ok(cluster),
+                Ok(None) => self.load_slice(self.tables.locate(at).0).await?,
                 Err(e) => return Err(self.mark_corrupt(e).await),
             }
         }
@@ -195,12 +222,12 @@ impl<S: Storage> Qcow2<S> {
 }
 
 impl<S: Storage> Cursor<'_, S> {
-    fn entry(&mut self, at: GuestOffset) -> Result<Option<L2Entry>> {
+    fn cluster(&mut self, at: GuestOffset) -> Result<Option<Cluster>> {
         let tables = &self.image.tables;
         let (id, index) = tables.locate(at);
         if self.slice.as_ref().is_none_or(|(have, _)| *have != id) {
             if tables.l1(id.l1) == 0 {
-                return Ok(Some(L2Entry::Unallocated));
+                return Ok(tables.codec.cluster(0, 0).ok());
             }
             let Some(slice) = tables.slot(id).and_then(|s| s.load_full()) else {
                 return Ok(None);
@@ -209,16 +236,19 @@ impl<S: Storage> Cursor<'_, S> {
             self.slice = Some((id, slice));
         }
         let Some((_, slice)) = &self.slice else { return Ok(None) };
-        let word = slice.get(index);
-        let fault = match tables.codec.l2(word) {
-            Ok(entry) if !slice.careful => return Ok(Some(entry)),
-            Ok(entry) => match self.image.entry_fault(word) {
-                None => return Ok(Some(entry)),
+        let words = match tables.geo.entry_words() {
+            1 => (slice.get(index), 0),
+            n => slice.pair(index * n),
+        };
+        let fault = match tables.codec.cluster(words.0, words.1) {
+            Ok(cluster) if !slice.careful => return Ok(Some(cluster)),
+            Ok(cluster) => match self.image.entry_fault(&[words.0, words.1]) {
+                None => return Ok(Some(cluster)),
                 Some(fault) => fault,
             },
             Err(e) => e.to_string(),
         };
-        let name = self.image.storage.name();
+        let (name, word) = (self.image.storage.name(), words.0);
         Err(Error::new(
             ErrorKind::Corrupt,
             format!(
@@ -228,8 +258,40 @@ impl<S: Storage> Cursor<'_, S> {
     }
 }
 
-/// True when `next`, `distance` bytes behind the start of `first`'s cluster, belongs to the same run.
-fn continues(first: L2Entry, next: L2Entry, distance: u64) -> bool {
+/// What these parts of a cluster are together, the first byte asked for being `within` it.
+fn one_run(cluster: Cluster, parts: u32, write: bool, within: u64) -> Run {
+    let map = cluster.map.unwrap_or_default();
+    match cluster.entry {
+        L2Entry::Data { host, copied }
+            if map.allocated() & parts == parts && (copied || !write) =>
+        {
+            host.checked_add(ByteLen::new(within)).map_or(Run::Other, Run::At)
+        }
+        L2Entry::Compressed { .. } => Run::Other,
+        _ if map.zero() & parts == parts => {
+            if write {
+                Run::Other
+            } else {
+                Run::Zero
+            }
+        }
+        _ if (map.allocated() | map.zero()) & parts == 0 => Run::Unallocated,
+        _ => Run::Other,
+    }
+}
+
+/// An entry whose data is given by where the byte `within` the cluster lies.
+fn placed(entry: L2Entry, within: u64) -> L2Entry {
+    match entry {
+        L2Entry::Data { host, copied } => {
+            L2Entry::Data { host: HostOffset::new(host.get().saturating_add(within)), copied }
+        }
+        entry => entry,
+    }
+}
+
+/// True when `next`, `distance` bytes behind `first`, belongs to the same run. It begins `within` bytes into its cluster.
+fn continues(first: L2Entry, next: L2Entry, distance: u64, within: u64) -> bool {
     match (first, next) {
         (L2Entry::Unallocated, L2Entry::Unallocated) => true,
         (L2Entry::Zero { host: a, .. }, L2Entry::Zero { host: b, .. }) => {
@@ -238,6 +300,8 @@ fn continues(first: L2Entry, next: L2Entry, distance: u64) -> bool {
         (L2Entry::Data { host: a, copied: x }, L2Entry::Data { host: b, copied: y }) => {
             x == y && a.checked_add(ByteLen::new(distance)) == Some(b)
         }
+        // Only the parts of one cluster: two may lie side by side in the file, but each is unpacked on its own.
+        (L2Entry::Compressed { .. }, L2Entry::Compressed { .. }) => within != 0 && first == next,
         _ => false,
     }
 }
@@ -245,13 +309,32 @@ fn continues(first: L2Entry, next: L2Entry, distance: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::SubMap;
+
+    fn data(host: u64, copied: bool) -> L2Entry {
+        L2Entry::Data { host: HostOffset::new(host), copied }
+    }
 
     #[test]
     fn runs_continue_only_over_neighbouring_host_clusters() {
-        let data = |host, copied| L2Entry::Data { host: HostOffset::new(host), copied };
         let a = data(0x50000, true);
-        assert!(continues(a, data(0x60000, true), 0x10000));
-        assert!(!continues(a, data(0x60000, false), 0x10000));
-        assert!(!continues(a, data(0x70000, true), 0x10000));
+        assert!(continues(a, data(0x60000, true), 0x10000, 0));
+        assert!(!continues(a, data(0x60000, false), 0x10000, 0));
+        assert!(!continues(a, data(0x70000, true), 0x10000, 0));
+    }
+
+    #[test]
+    fn parts_are_one_run_when_all_of_them_are_the_same() {
+        let cluster = |entry, map| Cluster { entry, map: Some(map) };
+        let mixed = cluster(data(0x50000, true), SubMap::new(0b0110, 0b1000));
+        let at = Run::At(HostOffset::new(0x50800));
+        assert_eq!(one_run(mixed, 0b0110, true, 0x800), at);
+        assert_eq!(one_run(mixed, 0b1110, true, 0x800), Run::Other);
+        assert_eq!(one_run(mixed, 0b1000, false, 0), Run::Zero);
+        assert_eq!(one_run(mixed, 0b1000, true, 0), Run::Other);
+        assert_eq!(one_run(mixed, 0b0001, true, 0), Run::Unallocated);
+        let shared = cluster(data(0x50000, false), SubMap::new(1, 0));
+        assert_eq!(one_run(shared, 1, true, 0), Run::Other);
+        assert_eq!(one_run(shared, 1, false, 0), Run::At(HostOffset::new(0x50000)));
     }
 }

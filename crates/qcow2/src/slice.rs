@@ -1,9 +1,11 @@
 //! A piece of an L2 table in memory: what one cache entry holds.
 //!
-//! Entries are atomics, so look-ups read them without a lock. Changes go through [`Slice::update`], under a
-//! short mutex that also guards the slice's dirty state; no I/O happens under it.
+//! Words are atomics, so look-ups read them without a lock. Changes go through [`Slice::update`], under a
+//! short mutex that also guards the slice's dirty state; no I/O happens under it. Extended entries have two words, which
+//! must be seen together: a counter tells a reader that a change came between, and it looks again.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use smallvec::SmallVec;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Which slice: the index of its L2 table in the L1 table, and its place in that table.
@@ -13,9 +15,30 @@ pub(crate) struct SliceId {
     pub(crate) part: u32,
 }
 
+/// How often a pair of words is read before the reader waits for the writer.
+const TRIES: usize = 64;
+
+/// A change of one word: these bits are kept, and those are set.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct WordChange {
+    /// The word's index in the slice.
+    pub(crate) index: usize,
+    pub(crate) keep: u64,
+    pub(crate) set: u64,
+}
+
+impl WordChange {
+    /// Sets a whole word.
+    pub(crate) fn whole(index: usize, word: u64) -> Self {
+        Self { index, keep: 0, set: word }
+    }
+}
+
 /// Entries of one slice, as raw 64-bit words in host byte order.
 pub(crate) struct Slice {
-    entries: Box<[AtomicU64]>,
+    words: Box<[AtomicU64]>,
+    /// Odd while words are being changed.
+    changes: AtomicU32,
     /// Some entry breaks the format's rules: each must be checked before it is used.
     pub(crate) careful: bool,
     /// Used since the cache last looked for something to drop.
@@ -48,9 +71,10 @@ pub(crate) enum Updated {
 }
 
 impl Slice {
-    pub(crate) fn new(entries: impl Iterator<Item = u64>, careful: bool) -> Self {
+    pub(crate) fn new(words: impl Iterator<Item = u64>, careful: bool) -> Self {
         Self {
-            entries: entries.map(AtomicU64::new).collect(),
+            words: words.map(AtomicU64::new).collect(),
+            changes: AtomicU32::new(0),
             careful,
             recent: AtomicBool::new(true),
             state: Mutex::default(),
@@ -61,10 +85,25 @@ impl Slice {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The entry at `index`; an index past the end reads as unallocated.
+    /// The word at `index`; an index past the end reads as unallocated.
     pub(crate) fn get(&self, index: usize) -> u64 {
         // Acquire pairs with the Release in `update`: who sees a mapping sees all that was done before it was set.
-        self.entries.get(index).map_or(0, |e| e.load(Ordering::Acquire))
+        self.words.get(index).map_or(0, |e| e.load(Ordering::Acquire))
+    }
+
+    /// The words at `index` and behind it, as they were at one moment.
+    pub(crate) fn pair(&self, index: usize) -> (u64, u64) {
+        for _ in 0..TRIES {
+            let before = self.changes.load(Ordering::Acquire);
+            let pair = (self.get(index), self.get(index + 1));
+            // The loads of the words come before this one, since they acquire.
+            if before & 1 == 0 && self.changes.load(Ordering::Relaxed) == before {
+                return pair;
+            }
+            std::hint::spin_loop();
+        }
+        let _no_change = self.state();
+        (self.get(index), self.get(index + 1))
     }
 
     /// Notes a use, for the cache.
@@ -74,21 +113,33 @@ impl Slice {
         }
     }
 
-    /// Sets entries, given as index and new word, once `log` has told the journal of them; it says whether it could.
-    pub(crate) fn update(&self, changes: &[(usize, u64)], log: impl FnOnce() -> bool) -> Updated {
+    /// Changes words, once `log` has told the journal what they become; it says whether it could.
+    pub(crate) fn update(
+        &self,
+        changes: &[WordChange],
+        log: impl FnOnce(&[(usize, u64)]) -> bool,
+    ) -> Updated {
         let mut state = self.state();
         if state.gone {
             return Updated::Gone;
         }
+        let old = |index: usize| self.words.get(index).map_or(0, |w| w.load(Ordering::Relaxed));
+        let new = |c: &WordChange| (c.index, old(c.index) & c.keep | c.set);
+        let words: SmallVec<[(usize, u64); 32]> = changes.iter().map(new).collect();
         // Under the mutex, so that the journal has the changes of an entry in the order in which they are made.
-        if !log() {
+        if !log(&words) {
             return Updated::Full;
         }
-        for (index, word) in changes {
-            if let Some(entry) = self.entries.get(*index) {
-                entry.store(*word, Ordering::Release);
+        let before = self.changes.load(Ordering::Relaxed);
+        self.changes.store(before.wrapping_add(1), Ordering::Relaxed);
+        // Whoever sees one of the new words sees the odd counter.
+        fence(Ordering::Release);
+        for (index, word) in words {
+            if let Some(place) = self.words.get(index) {
+                place.store(word, Ordering::Release);
             }
         }
+        self.changes.store(before.wrapping_add(2), Ordering::Release);
         if std::mem::replace(&mut state.dirty, true) { Updated::Dirty } else { Updated::NewlyDirty }
     }
 
@@ -97,7 +148,7 @@ impl Slice {
         let mut state = self.state();
         state.dirty = false;
         state.writing = true;
-        self.entries.iter().flat_map(|e| e.load(Ordering::Relaxed).to_be_bytes()).collect()
+        self.words.iter().flat_map(|e| e.load(Ordering::Relaxed).to_be_bytes()).collect()
     }
 
     /// Ends what [`Self::collect`] began.
@@ -131,14 +182,44 @@ mod tests {
     #[test]
     fn a_dirty_slice_is_never_retired_and_a_retired_one_never_changed() {
         let s = Slice::new([0, 1].into_iter(), false);
-        assert_eq!(s.update(&[(1, 5)], || true), Updated::NewlyDirty);
-        assert_eq!(s.update(&[(1, 6)], || false), Updated::Full);
+        assert_eq!(s.update(&[WordChange::whole(1, 5)], |_| true), Updated::NewlyDirty);
+        assert_eq!(s.update(&[WordChange::whole(1, 6)], |_| false), Updated::Full);
         assert!(!s.retire() && !s.retire());
         assert_eq!(s.collect()[8..], 5u64.to_be_bytes());
         assert!(!s.retire(), "still being written");
         s.written();
         assert!(s.retire());
-        assert_eq!(s.update(&[(0, 9)], || true), Updated::Gone);
+        assert_eq!(s.update(&[WordChange::whole(0, 9)], |_| true), Updated::Gone);
         assert_eq!(s.get(0), 0);
+    }
+
+    #[test]
+    fn a_change_keeps_the_other_bits_of_a_word() {
+        let s = Slice::new([1, 0b1010].into_iter(), false);
+        let mut told = Vec::new();
+        s.update(&[WordChange { index: 1, keep: !0b10, set: 1 }], |words| {
+            told.extend_from_slice(words);
+            true
+        });
+        assert_eq!((s.pair(0), told), ((1, 0b1001), vec![(1, 0b1001)]));
+    }
+
+    #[test]
+    fn pairs_of_words_are_never_seen_half_changed() {
+        let s = Slice::new([0, 0].into_iter(), false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for n in 1..=20_000 {
+                    s.update(&[WordChange::whole(1, n), WordChange::whole(0, n)], |_| true);
+                }
+            });
+            loop {
+                let (a, b) = s.pair(0);
+                assert_eq!(a, b);
+                if a == 20_000 {
+                    break;
+                }
+            }
+        });
     }
 }

@@ -9,11 +9,11 @@ use crate::check::{patch_header, recount};
 use crate::format::{ENTRY_BYTES, Header, L1Entry, L2Entry, OFFSET_MASK, autoclear, field};
 use crate::image::Qcow2;
 use crate::journal::{Change, Found, Journal, JournalStart, Kept, examine};
-use crate::slice::SliceId;
+use crate::slice::{SliceId, WordChange};
 use crate::space::Freed;
 use bedplate_storage::Storage;
 use bedplate_types::{Error, ErrorKind, HostOffset, Result};
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// The last word of each place that the journal tells of.
 #[derive(Default)]
@@ -154,8 +154,9 @@ impl<S: Storage> Qcow2<S> {
         // All fits. From here on the file may be changed.
         for (id, words) in &last.slices {
             if self.tables.slice_at(*id).is_some() {
-                let words: Vec<(usize, u64)> = words.iter().map(|(i, w)| (*i, *w)).collect();
-                self.set_entries(*id, &words).await?;
+                let changes: Vec<WordChange> =
+                    words.iter().map(|(i, w)| WordChange::whole(*i, *w)).collect();
+                self.change_words(*id, &changes).await?;
             }
         }
         if !self.is_lazy() {
@@ -228,15 +229,20 @@ impl<S: Storage> Qcow2<S> {
             self.load_slice(id).await?;
         }
         let Some(slice) = self.slice(id) else { return Ok(freed) };
-        for (index, word) in words {
-            let old = slice.get(*index);
-            if old == *word {
+        let stride = self.tables.geo.entry_words();
+        let entries: BTreeSet<usize> = words.keys().map(|index| index - index % stride).collect();
+        for first in entries {
+            let old: Vec<u64> = (first..first + stride).map(|i| slice.get(i)).collect();
+            let new: Vec<u64> = (first..first + stride)
+                .map(|i| words.get(&i).copied().unwrap_or_else(|| slice.get(i)))
+                .collect();
+            if old == new {
                 continue;
             }
-            if self.entry_fault(*word).is_some() {
+            if self.entry_fault(&new).is_some() {
                 return Err(self.stale("a mapping of theirs can't be right"));
             }
-            let (Ok(old), Ok(new)) = (self.tables.codec.l2(old), self.tables.codec.l2(*word))
+            let (Ok(old), Ok(new)) = (self.tables.codec.l2(old[0]), self.tables.codec.l2(new[0]))
             else {
                 return Err(self.stale("they replace a mapping that is damaged"));
             };

@@ -4,11 +4,12 @@
 //! leaves the image as it was.
 
 use crate::below::Below;
-use crate::cow::{Job, Part};
+use crate::cow::{Job, Part, needs_cluster};
 use crate::format::L2Entry;
 use crate::image::Qcow2;
 use crate::mapping::Mapping;
 use bedplate_runtime::buf::IoVec;
+use bedplate_runtime::sync::RangeGuard;
 use bedplate_storage::Storage;
 use bedplate_types::{ByteLen, Error, GuestOffset, HostOffset, Result};
 use futures_util::future::join_all;
@@ -21,6 +22,18 @@ const JOIN_BYTES: usize = 4 << 20;
 /// A new cluster of up to this many bytes is written whole, zeroes around the data. That costs bandwidth once, and saves
 /// the file system from converting space piece by piece at every first write (`docs/architecture.md`, "Space").
 pub(crate) const WRITTEN_WHOLE: u64 = 64 << 10;
+
+type LockRanges = SmallVec<[(u64, u64); 32]>;
+
+/// Adds a range behind those that are there, joined with the last where they meet or overlap.
+fn push_range(ranges: &mut LockRanges, start: u64, len: u64) {
+    match ranges.last_mut() {
+        Some((first, have)) if *first + *have >= start => {
+            *have = (*have).max(start + len - *first);
+        }
+        _ => ranges.push((start, len)),
+    }
+}
 
 /// Results of a batch, one a write; the first failure of a write stays.
 struct Outcome(Vec<Result<()>>);
@@ -126,8 +139,10 @@ impl<S: Storage> Qcow2<S> {
         parts.sort_by_key(|(cluster, p)| (*cluster, p.within, p.write));
         let writes: SmallVec<[usize; 32]> = parts.iter().map(|(_, p)| p.write).collect();
         let all = |e: Error| writes.iter().map(|w| (*w, e.clone())).collect();
-        let ranges = self.lock_ranges(parts.chunk_by(|a, b| a.0 == b.0).map(|same| same[0].0));
-        let _range = self.ranges.exclusive_many(&ranges).await;
+        let _range = match self.lock_for(&parts).await {
+            Ok(range) => range,
+            Err(e) => return all(e),
+        };
         let mut jobs = match self.make_jobs(parts).await {
             Ok(jobs) => jobs,
             Err(e) => return all(e),
@@ -171,21 +186,44 @@ impl<S: Storage> Qcow2<S> {
         all
     }
 
-    /// Byte ranges for the range lock, neighbours joined.
-    pub(crate) fn lock_ranges(
-        &self,
-        clusters: impl Iterator<Item = u64>,
-    ) -> SmallVec<[(u64, u64); 32]> {
-        let size = self.tables.cluster();
-        let mut ranges: SmallVec<[(u64, u64); 32]> = SmallVec::new();
-        for cluster in clusters {
-            let start = cluster * size;
-            match ranges.last_mut() {
-                Some((first, len)) if *first + *len == start => *len += size,
-                _ => ranges.push((start, size)),
+    /// Locks what parts, sorted by cluster, will change: whole clusters, or of those that stay in place just the
+    /// subclusters, so that writes to different subclusters don't wait for each other.
+    async fn lock_for(&self, parts: &[(u64, Part)]) -> Result<RangeGuard<'_>> {
+        let geo = self.tables.geo;
+        let by_cluster = || parts.chunk_by(|a, b| a.0 == b.0);
+        let start = |same: &[(u64, Part)]| GuestOffset::new(same[0].0 * geo.cluster_size());
+        if geo.is_extended() {
+            let mut ranges: LockRanges = SmallVec::new();
+            let mut narrow: SmallVec<[GuestOffset; 32]> = SmallVec::new();
+            for same in by_cluster() {
+                let at = start(same);
+                if needs_cluster(self.cluster(at).await?) {
+                    push_range(&mut ranges, at.get(), geo.cluster_size());
+                    continue;
+                }
+                narrow.push(at);
+                for (_, part) in same {
+                    let size = geo.part_size();
+                    let first = part.within - part.within % size;
+                    let end = (part.within + part.buf.len() as u64).next_multiple_of(size);
+                    push_range(&mut ranges, at.get() + first, end - first);
+                }
             }
+            let guard = self.ranges.exclusive_many(&ranges).await;
+            let mut moved = false;
+            for at in narrow {
+                moved |= needs_cluster(self.cluster(at).await?);
+            }
+            if !moved {
+                return Ok(guard);
+            }
+            // A discard came between: the clusters must be allocated after all.
         }
-        ranges
+        let mut ranges: LockRanges = SmallVec::new();
+        for same in by_cluster() {
+            push_range(&mut ranges, start(same).get(), geo.cluster_size());
+        }
+        Ok(self.ranges.exclusive_many(&ranges).await)
     }
 
     /// Looks at each cluster again, now that nobody else changes it, and makes sure that its L2 table exists and
@@ -199,7 +237,7 @@ impl<S: Storage> Qcow2<S> {
                 _ => {
                     let (id, _) = self.tables.locate(at);
                     self.ensure_table(id.l1).await?;
-                    jobs.push(Job::new(at, self.entry(at).await?, SmallVec::from([part])));
+                    jobs.push(Job::new(at, self.cluster(at).await?, SmallVec::from([part])));
                 }
             }
         }
@@ -213,7 +251,7 @@ impl<S: Storage> Qcow2<S> {
         let mut run = runs.next();
         for job in jobs {
             if !job.needs_cluster() {
-                job.host = match job.old {
+                job.host = match job.old.entry {
                     L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. } => host,
                     _ => HostOffset::ZERO,
                 };

@@ -118,6 +118,7 @@ fn below_layer(below: BelowSpec, rng: &mut Rng) -> (Image, Vec<u8>) {
                 cluster_bits: [9, 12, 16][rng.below(3) as usize],
                 refcount_bits: 16,
                 version: 3,
+                extended: false,
                 lazy: false,
                 size: below.size,
                 seeds: Seeds { filled: 60, compressed: 20, zero: 20, snapshots: 0 },

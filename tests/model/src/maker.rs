@@ -3,7 +3,7 @@
 
 use crate::spec::Spec;
 use bedplate_qcow2::format::{
-    EntryCodec, Geometry, Header, L1Entry, L2Entry, NewImage, RefcountFormat, Snapshot,
+    EntryCodec, Geometry, Header, L1Entry, L2Entry, NewImage, RefcountFormat, Snapshot, SubMap,
 };
 use bedplate_sim::Image;
 use bedplate_types::{ByteLen, HostOffset};
@@ -72,7 +72,8 @@ fn deflate(bytes: &[u8]) -> Vec<u8> {
 
 /// Makes the image. `content` is what clusters with data hold.
 pub(crate) fn make(spec: &Spec, cells: &[Cell], content: &[u8]) -> Image {
-    let geo = Geometry::new(spec.cluster_bits).expect("cluster size");
+    let geo = if spec.extended { Geometry::extended } else { Geometry::new };
+    let geo = geo(spec.cluster_bits).expect("cluster size");
     let codec = EntryCodec::new(geo, spec.version);
     let counts =
         RefcountFormat::new(spec.refcount_bits.trailing_zeros(), geo).expect("refcount width");
@@ -118,7 +119,8 @@ fn tables(
         if part.iter().all(|c| *c == Cell::Unallocated) {
             continue;
         }
-        let mut words = vec![0; geo.l2_entries()];
+        let stride = geo.entry_words();
+        let mut words = vec![0; geo.l2_entries() * stride];
         for (i, cell) in part.iter().enumerate() {
             let start = (index * geo.l2_entries() + i) * cluster;
             let mut bytes =
@@ -143,7 +145,19 @@ fn tables(
                     L2Entry::Data { host: HostOffset::new(at), copied }
                 }
             };
-            words[i] = codec.encode_l2(entry).expect("an entry that can be expressed");
+            let (entry, map) = match entry {
+                _ if stride == 1 => (entry, SubMap::default()),
+                L2Entry::Zero { host: None, .. } => (L2Entry::Unallocated, SubMap::ZEROES),
+                L2Entry::Zero { host: Some(host), copied } => {
+                    (L2Entry::Data { host, copied }, SubMap::ZEROES)
+                }
+                L2Entry::Data { .. } => (entry, SubMap::new(u32::MAX, 0)),
+                _ => (entry, SubMap::default()),
+            };
+            words[i * stride] = codec.encode_l2(entry).expect("an entry that can be expressed");
+            if stride == 2 {
+                words[i * 2 + 1] = map.raw();
+            }
         }
         let at = b.take(1, references);
         b.write_words(at, &words);
@@ -160,6 +174,7 @@ fn first_header(spec: &Spec) -> Header {
         version: spec.version,
         cluster_size: spec.cluster(),
         refcount_bits: spec.refcount_bits,
+        extended_l2: spec.extended,
         lazy_refcounts: spec.lazy,
         backing,
         ..NewImage::default()

@@ -547,9 +547,9 @@ async fn perform(open: &Open, spec: &Spec, op: &Op) -> Done {
     done
 }
 
-/// The clusters that a discard frees: those that lie wholly in it, as far as the disk goes.
+/// The clusters, or subclusters, that a discard empties: those that lie wholly in it, as far as the disk goes.
 pub(crate) fn whole_clusters(spec: &Spec, at: u64, len: u64) -> (u64, u64) {
-    let cluster = spec.cluster();
+    let cluster = spec.part();
     let end = at + len;
     let end = if end >= spec.size { spec.size } else { end - end % cluster };
     let start = at.next_multiple_of(cluster).min(spec.size);

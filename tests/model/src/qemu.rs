@@ -92,6 +92,7 @@ fn bed(cluster_bits: u32, refcount_bits: u32, lazy: bool, kib: u64) -> Result<Be
         cluster_bits,
         refcount_bits,
         version: 3,
+        extended: false,
         lazy,
         size,
         seeds: Seeds::default(),

@@ -1,5 +1,6 @@
 //! What an image is like: geometry, first content, what lies below, how much memory its caches have.
 
+use bedplate_qcow2::format::SUBCLUSTERS;
 use bedplate_sim::Rng;
 
 /// What lies below an image.
@@ -42,6 +43,8 @@ pub struct Spec {
     pub refcount_bits: u32,
     /// 2 or 3.
     pub version: u32,
+    /// L2 entries describe subclusters.
+    pub extended: bool,
     /// Refcounts may be written late.
     pub lazy: bool,
     /// The disk's size in bytes.
@@ -74,6 +77,9 @@ impl Spec {
         if rng.chance(6) {
             return Self::wide(rng);
         }
+        if rng.chance(15) {
+            return Self::subclusters(rng);
+        }
         let bits = weighted(rng, &[(40, 9), (12, 10), (26, 12), (5, 14), (15, 16), (2, 21)]);
         Self::with_cluster(rng, bits, 2)
     }
@@ -82,6 +88,19 @@ impl Spec {
     pub fn tiny(rng: &mut Rng) -> Self {
         let bits = weighted(rng, &[(60, 9), (20, 10), (20, 12)]);
         Self { l2_cache: 0, ..Self::with_cluster(rng, bits, 1) }
+    }
+
+    /// An image with subclusters, mostly of one sector each.
+    pub fn subclusters(rng: &mut Rng) -> Self {
+        let bits = weighted(rng, &[(80, 14), (15, 15), (5, 17)]);
+        let spec = Self::with_cluster(rng, bits, 1);
+        let size = (4 + rng.below(8)) << bits;
+        let size = size - if rng.chance(30) { rng.below(1 << (bits - 9)) * 512 } else { 0 };
+        let refcount_bits = if spec.version == 2 { 16 } else { spec.refcount_bits };
+        let below = spec.below.map(|_| BelowSpec::random(rng, size));
+        // A discard leaves parts of compressed clusters as they are, which the byte array can't know.
+        let seeds = Seeds { compressed: 0, ..spec.seeds };
+        Self { extended: true, version: 3, refcount_bits, size, seeds, below, ..spec }
     }
 
     /// Small clusters on a larger disk: more L2 slices than the smallest cache holds.
@@ -120,6 +139,7 @@ impl Spec {
             cluster_bits,
             refcount_bits,
             version,
+            extended: false,
             lazy: version == 3 && rng.chance(20),
             size,
             seeds,
@@ -127,6 +147,11 @@ impl Spec {
             l2_cache: if rng.chance(50) { 0 } else { 1 << 20 },
             refcount_cache: if rng.chance(50) { 0 } else { 1 << 20 },
         }
+    }
+
+    /// Bytes of the smallest part with a mapping of its own.
+    pub fn part(&self) -> u64 {
+        self.cluster() / if self.extended { u64::from(SUBCLUSTERS) } else { 1 }
     }
 
     /// Bytes of a cluster.

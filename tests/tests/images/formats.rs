@@ -57,6 +57,15 @@ fn both_versions_and_lazy_refcounts_are_read_and_written() -> Result<()> {
 }
 
 #[test]
+fn images_with_subclusters_are_read_and_written() -> Result<()> {
+    let options = ["16K", "64K", "128K", "2M", "64K,lazy_refcounts=on", "32K,refcount_bits=1"];
+    all_of(
+        "images_with_subclusters_are_read_and_written",
+        options.map(|o| (format!("extended_l2=on,cluster_size={o}"), SIZE.max(12 << 20))),
+    )
+}
+
+#[test]
 fn preallocated_images_are_read_and_written() -> Result<()> {
     let options =
         ["metadata", "falloc", "full", "metadata,cluster_size=4096", "metadata,compat=0.10"];

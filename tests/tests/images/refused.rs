@@ -36,18 +36,6 @@ pub fn reads(image: &Path) -> Result<Vec<u8>> {
 }
 
 #[test]
-fn extended_l2_entries_are_refused() -> Result<()> {
-    if !have_qemu("extended_l2_entries_are_refused") {
-        return Ok(());
-    }
-    let folder = Folder::new()?;
-    let image = folder.path("image");
-    create(&image, "extended_l2=on", 1 << 20)?;
-    refuses(&image, false, "extended L2")?;
-    refuses(&image, true, "extended L2")
-}
-
-#[test]
 fn external_data_files_are_refused_and_not_touched() -> Result<()> {
     if !have_qemu("external_data_files_are_refused_and_not_touched") {
         return Ok(());

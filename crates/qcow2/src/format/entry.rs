@@ -3,6 +3,7 @@
 //! Callers: the engine's mapping (hot path, so errors are plain values) and the checker. Invariant: an entry
 //! that decodes re-encodes to the same bits, and its host offset is cluster-aligned.
 
+use super::subcluster::{Cluster, SubMap};
 use bedplate_types::{ByteLen, HostOffset};
 use std::fmt;
 
@@ -34,6 +35,8 @@ pub enum EntryError {
     CopiedCompressed,
     /// A compressed cluster beyond the largest host offset.
     BeyondLimit,
+    /// A bitmap of subclusters that contradicts itself or its entry.
+    Subclusters,
 }
 
 impl fmt::Display for EntryError {
@@ -44,6 +47,7 @@ impl fmt::Display for EntryError {
             Self::ZeroInV2 => "the zero flag is set, which version 2 does not have",
             Self::CopiedCompressed => "a compressed cluster has the COPIED flag",
             Self::BeyondLimit => "the offset does not fit in 56 bits",
+            Self::Subclusters => "its bitmap of subclusters contradicts itself or the entry",
         })
     }
 }
@@ -96,7 +100,9 @@ pub struct EntryCodec {
     cluster_mask: u64,
     /// Low bits of a compressed descriptor that hold the offset; the rest up to bit 61 counts sectors.
     offset_bits: u32,
-    zero_flag: bool,
+    /// Clusters, or with extended entries subclusters, can read as zeroes.
+    zeroes: bool,
+    extended: bool,
 }
 
 impl EntryCodec {
@@ -105,7 +111,25 @@ impl EntryCodec {
         Self {
             cluster_mask: geometry.cluster_size() - 1,
             offset_bits: 62 - (geometry.cluster_bits() - 8),
-            zero_flag: version >= 3,
+            zeroes: version >= 3,
+            extended: geometry.is_extended(),
+        }
+    }
+
+    /// True when the image can say that something reads as zeroes.
+    pub const fn has_zeroes(self) -> bool {
+        self.zeroes
+    }
+
+    /// Reads an L2 entry with the word behind it, which standard entries don't have (0 then).
+    ///
+    /// # Errors
+    /// What the specification forbids.
+    pub const fn cluster(self, raw: u64, map: u64) -> Result<Cluster, EntryError> {
+        match self.l2(raw) {
+            Ok(entry) if self.extended => Cluster::extended(entry, SubMap::from_raw(map)),
+            Ok(entry) => Ok(Cluster::standard(entry)),
+            Err(e) => Err(e),
         }
     }
 
@@ -127,7 +151,7 @@ impl EntryCodec {
         Ok(L1Entry::Table { host: HostOffset::new(host), copied: raw & COPIED != 0 })
     }
 
-    /// Reads an L2 entry.
+    /// Reads an L2 entry, of an extended one the first word.
     ///
     /// # Errors
     /// What the specification forbids.
@@ -144,7 +168,10 @@ impl EntryCodec {
             return Err(EntryError::Unaligned);
         }
         if raw & ZERO != 0 {
-            if !self.zero_flag {
+            if self.extended {
+                return Err(EntryError::Reserved);
+            }
+            if !self.zeroes {
                 return Err(EntryError::ZeroInV2);
             }
             return Ok(if host == 0 {
@@ -188,7 +215,7 @@ impl EntryCodec {
     }
 
     /// Writes an L2 entry, or `None` when it can't be expressed: an unaligned or too large offset, a
-    /// compressed length that is zero or too large, a zero cluster in version 2.
+    /// compressed length that is zero or too large, a zero cluster in version 2 or with an extended entry.
     pub fn encode_l2(self, entry: L2Entry) -> Option<u64> {
         let aligned = |host: HostOffset| {
             let v = host.get();
@@ -197,7 +224,7 @@ impl EntryCodec {
         let flag = |copied| if copied { COPIED } else { 0 };
         match entry {
             L2Entry::Unallocated => Some(0),
-            L2Entry::Zero { .. } if !self.zero_flag => None,
+            L2Entry::Zero { .. } if !self.zeroes || self.extended => None,
             L2Entry::Zero { host: None, .. } => Some(ZERO),
             L2Entry::Zero { host: Some(host), copied } => {
                 Some(aligned(host)? | ZERO | flag(copied))

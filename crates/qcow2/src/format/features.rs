@@ -22,7 +22,7 @@ pub mod incompat {
     /// All bits that the specification names.
     pub const KNOWN: u64 = DIRTY | CORRUPT | EXTERNAL_DATA | COMPRESSION | EXTENDED_L2;
     /// The bits that this engine works with (a corrupt image only for reading).
-    pub const SUPPORTED: u64 = DIRTY | CORRUPT | COMPRESSION;
+    pub const SUPPORTED: u64 = DIRTY | CORRUPT | COMPRESSION | EXTENDED_L2;
 }
 
 /// Compatible features: unknown ones can be ignored.
@@ -173,13 +173,6 @@ pub fn check_supported(header: &Header, writable: bool) -> Result<()> {
                 .into(),
         );
     }
-    if bits & incompat::EXTENDED_L2 != 0 {
-        return unsupported(
-            "the image has extended L2 entries (subclusters), which are not supported; \
-             convert it with 'qemu-img convert -O qcow2 -o extended_l2=off' first"
-                .into(),
-        );
-    }
     match header.crypt_method {
         0 => {}
         1 => {
@@ -243,11 +236,13 @@ mod tests {
             Ok(()) => "ok".to_string(),
             Err(e) => format!("{e}"),
         };
-        assert_eq!(text(&header(incompat::DIRTY | incompat::COMPRESSION, 0), true), "ok");
+        assert_eq!(
+            text(&header(incompat::DIRTY | incompat::COMPRESSION | incompat::EXTENDED_L2, 0), true),
+            "ok"
+        );
         assert_eq!(text(&header(incompat::CORRUPT, 0), false), "ok");
         assert!(text(&header(incompat::CORRUPT, 0), true).contains("marked corrupt"));
         assert!(text(&header(incompat::EXTERNAL_DATA, 0), false).contains("external data file"));
-        assert!(text(&header(incompat::EXTENDED_L2, 0), false).contains("subclusters"));
         assert!(text(&header(0, 1), false).contains("AES"));
         assert!(text(&header(0, 2), false).contains("LUKS"));
         assert!(text(&header(0, 3), false).contains("unknown encryption method 3"));

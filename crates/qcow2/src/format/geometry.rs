@@ -3,10 +3,13 @@
 //! Callers: the engine, the checker, the header parser and the layout of new images. Invariant: a
 //! [`Geometry`] only exists for cluster sizes that the specification allows, so shifts never overflow.
 
+use super::subcluster::{SUBCLUSTERS, SubMap};
 use bedplate_types::{ByteLen, Error, ErrorKind, GuestOffset, HostOffset, Result, limits};
 
 /// The smallest cluster: 512 bytes.
 pub const MIN_CLUSTER_BITS: u32 = 9;
+/// The smallest cluster with subclusters: 16 KiB.
+const MIN_EXTENDED_BITS: u32 = 14;
 /// The largest cluster that QEMU accepts: 2 MiB.
 pub const MAX_CLUSTER_BITS: u32 = 21;
 /// Bytes of an L1, L2 or refcount table entry.
@@ -33,8 +36,14 @@ impl Geometry {
     /// The geometry of extended (16-byte) L2 entries.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// As [`Self::new`]; also for clusters below 16 KiB, whose subclusters would be smaller than a sector.
     pub fn extended(cluster_bits: u32) -> Result<Self> {
+        if cluster_bits < MIN_EXTENDED_BITS {
+            return Err(Error::new(
+                ErrorKind::BadImage,
+                "extended L2 entries need clusters of 16 KiB or more",
+            ));
+        }
         Self::with_entry_bits(cluster_bits, 4)
     }
 
@@ -48,6 +57,32 @@ impl Geometry {
             ));
         }
         Ok(Self { cluster_bits, l2_bits: cluster_bits - entry_bits })
+    }
+
+    /// True with extended (16-byte) L2 entries.
+    pub const fn is_extended(self) -> bool {
+        self.cluster_bits - self.l2_bits == 4
+    }
+
+    /// 64-bit words of an L2 entry.
+    pub const fn entry_words(self) -> usize {
+        if self.is_extended() { 2 } else { 1 }
+    }
+
+    /// Bytes of the smallest part that has a mapping of its own: a subcluster, or a cluster with standard entries.
+    pub const fn part_size(self) -> u64 {
+        self.cluster_size() >> if self.is_extended() { SUBCLUSTERS.ilog2() } else { 0 }
+    }
+
+    /// The part of its cluster that holds `at`.
+    pub const fn part(self, at: GuestOffset) -> u32 {
+        (self.in_cluster(at) / self.part_size()) as u32
+    }
+
+    /// The parts that `len` bytes from `within` a cluster touch, as a mask.
+    pub const fn parts_touched(self, within: u64, len: u64) -> u32 {
+        let (first, end) = (within / self.part_size(), (within + len).div_ceil(self.part_size()));
+        SubMap::mask(first as u32, (end - first) as u32)
     }
 
     /// The cluster size as a power of two.

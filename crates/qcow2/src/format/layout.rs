@@ -23,6 +23,8 @@ pub struct NewImage {
     pub cluster_size: u64,
     /// Bits of a reference count: a power of two from 1 to 64.
     pub refcount_bits: u32,
+    /// L2 entries describe subclusters; clusters are 16 KiB or more.
+    pub extended_l2: bool,
     /// Reference counts may be written late, under the dirty bit.
     pub lazy_refcounts: bool,
     /// How compressed clusters will be compressed.
@@ -39,6 +41,7 @@ impl Default for NewImage {
             version: 3,
             cluster_size: 65536,
             refcount_bits: 16,
+            extended_l2: false,
             lazy_refcounts: false,
             compression_type: CompressionType::Zlib,
             backing: None,
@@ -134,7 +137,8 @@ impl NewImage {
                 self.cluster_size
             )));
         }
-        let geometry = Geometry::new(self.cluster_size.trailing_zeros())
+        let geometry = if self.extended_l2 { Geometry::extended } else { Geometry::new };
+        let geometry = geometry(self.cluster_size.trailing_zeros())
             .map_err(|e| e.with_kind(ErrorKind::InvalidInput))?;
         if !self.refcount_bits.is_power_of_two() || self.refcount_bits > 64 {
             return Err(invalid(format!(
@@ -150,6 +154,8 @@ impl NewImage {
                 Some("reference counts other than 16 bits")
             } else if self.lazy_refcounts {
                 Some("lazy refcounts")
+            } else if self.extended_l2 {
+                Some("extended L2 entries")
             } else if self.compression_type != CompressionType::Zlib {
                 Some("zstd compression")
             } else {
@@ -242,6 +248,9 @@ impl NewImage {
         h.compression_type = self.compression_type;
         if self.compression_type != CompressionType::Zlib {
             h.incompatible |= incompat::COMPRESSION;
+        }
+        if self.extended_l2 {
+            h.incompatible |= incompat::EXTENDED_L2;
         }
         if self.lazy_refcounts {
             h.compatible |= compat::LAZY_REFCOUNTS;

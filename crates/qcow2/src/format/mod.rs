@@ -14,6 +14,7 @@ mod header;
 mod layout;
 mod refcount;
 mod snapshot;
+mod subcluster;
 #[cfg(test)]
 mod tests;
 
@@ -38,3 +39,4 @@ pub use refcount::{MAX_REFCOUNT_ORDER, RefcountError, RefcountFormat};
 /// Bytes of a snapshot table entry before its variable parts.
 pub use snapshot::FIXED_BYTES as SNAPSHOT_FIXED_BYTES;
 pub use snapshot::{MAX_ENTRY_BYTES, Snapshot, parse_table};
+pub use subcluster::{Cluster, SUBCLUSTERS, SubMap};

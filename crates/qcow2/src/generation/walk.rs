@@ -36,7 +36,7 @@ impl<S: Storage> Generation<'_, S> {
 
     /// Words that one L2 entry takes.
     pub(crate) fn stride(&self) -> usize {
-        (self.geo.cluster_size() / ENTRY_BYTES) as usize / self.geo.l2_entries()
+        self.geo.entry_words()
     }
 
     /// Groups of L1 entries whose tables are read at once.
@@ -60,9 +60,9 @@ impl<S: Storage> Generation<'_, S> {
             _ => return Err(self.corrupt(format!("L1 entry {index} ({word:#018x}) is wrong"))),
         };
         let words = words(&read_bytes(&self.image.storage, at, bytes as usize).await?);
-        for entry in words.iter().step_by(self.stride()) {
-            if let Some(fault) = self.image.entry_fault(*entry) {
-                return Err(self.corrupt(format!("the L2 entry {entry:#018x} is wrong: {fault}")));
+        for entry in words.chunks_exact(self.stride()) {
+            if let Some(fault) = self.image.entry_fault(entry) {
+                return Err(self.corrupt(format!("the L2 entry {entry:#018x?} is wrong: {fault}")));
             }
         }
         Ok(Table { index, at, words })
