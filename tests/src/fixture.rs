@@ -19,6 +19,8 @@ pub struct Fixture {
     socket: PathBuf,
     log: PathBuf,
     _sockets: TempDir,
+    /// Where servers keep their state: servers that are killed leave it.
+    state: Option<TempDir>,
     images: TempDir,
 }
 
@@ -44,6 +46,11 @@ impl Fixture {
             Program::StorageDaemon => host::tool("qemu-img"),
         };
         host::run(create.args(["create", "-f", format]).arg(&image).arg(size))?;
+        let state = tempfile::tempdir_in("/dev/shm").ok();
+        let extra = match &state {
+            Some(dir) => vec!["--state-dir".to_owned(), dir.path().display().to_string()],
+            None => Vec::new(),
+        };
         let config = Config {
             program,
             image: image.display().to_string(),
@@ -52,7 +59,7 @@ impl Fixture {
             nbd: None,
             queues: 1,
             direct: true,
-            extra: Vec::new(),
+            extra,
         };
         Ok(Fixture {
             config,
@@ -60,6 +67,7 @@ impl Fixture {
             socket,
             log: images.path().join("server.log"),
             _sockets: sockets,
+            state,
             images,
         })
     }
@@ -74,6 +82,13 @@ impl Fixture {
     pub fn over_nbd(mut self) -> Fixture {
         self.config.nbd = self.config.vhost_user_blk.take();
         self
+    }
+
+    /// The files in which servers keep what is only in memory.
+    pub fn state_files(&self) -> Result<Vec<PathBuf>> {
+        let Some(dir) = &self.state else { return Ok(Vec::new()) };
+        let entries = std::fs::read_dir(dir.path())?;
+        entries.map(|entry| Ok(entry?.path())).collect()
     }
 
     /// Adds words to the command line of `bedplate serve`.

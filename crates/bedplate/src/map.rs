@@ -55,7 +55,7 @@ pub fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
         allow_backing: args.allow_backing,
         backing_format: args.backing_format,
         force_share: args.force_share,
-        l2_cache: None,
+        ..ChainOptions::default()
     };
     let runtime = Runtime::new(Config::default())?;
     let json = args.output.is_json();

@@ -4,7 +4,7 @@ use crate::attach::{Attach, ways};
 use crate::failure::Failure;
 use crate::output::OutputArgs;
 use crate::{cli, output};
-use bedplate_image::{ChainOptions, human_size};
+use bedplate_image::{ChainOptions, StateDir, human_size};
 use bedplate_server::{
     BlkOptions, Daemon, ExportKind, ExportStats, NbdAddr, NbdOptions, Signals, Stopped,
 };
@@ -83,6 +83,12 @@ pub struct ServeArgs {
     /// Memory for qcow2 L2 tables [default: 128M, which maps 1 TiB in clusters of 64 KiB]
     #[arg(long, value_name = "SIZE", value_parser = cli::size)]
     l2_cache_size: Option<ByteLen>,
+    /// Where changes that are only in memory outlive a kill, see below; none does without
+    #[arg(long, value_name = "DIR", value_parser = state_dir, default_value = "", hide_default_value = true)]
+    state_dir: StateDir,
+    /// Lose what a killed server of this image left, where it can't be taken up or is not wanted
+    #[arg(long, conflicts_with = "read_only")]
+    discard_state: bool,
     #[command(flatten)]
     output: OutputArgs,
 }
@@ -96,6 +102,13 @@ Cache modes (--cache):
   writethrough  page cache; every write is durable before it completes
   directsync    direct I/O; every write is durable before it completes
   unsafe        page cache; flushes are ignored: a crash of the host loses the image
+
+State (--state-dir):
+  A guest goes on when its server is killed and started again. What it wrote to a qcow2 disk is in the image's file by
+  then, but perhaps not yet where: that is kept in a state file, in memory (16 MiB for each disk), and taken up by the
+  next server. Its folder must be on a memory file system; it is /run/bedplate for root, $XDG_RUNTIME_DIR/bedplate for
+  others. A clean stop removes the file. State that doesn't fit, because another program has changed the image or the
+  host was restarted, is refused, and dropped with --discard-state. Images of version 2 (compat=0.10) have no state.
 
 Limits:
   layers of a backing chain         {chain}
@@ -123,6 +136,14 @@ Examples:
 
 /// Bytes of a virtio-blk serial number.
 const SERIAL_BYTES: usize = 20;
+
+fn state_dir(text: &str) -> Result<StateDir, std::convert::Infallible> {
+    Ok(match text {
+        "" => StateDir::Usual,
+        "none" => StateDir::None,
+        dir => StateDir::At(dir.into()),
+    })
+}
 
 fn queues() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(1..=limits::MAX_QUEUES as i64)
@@ -184,6 +205,8 @@ fn open(args: &ServeArgs) -> bedplate_types::Result<Daemon> {
         backing_format: args.backing_format,
         force_share: args.force_share,
         l2_cache: args.l2_cache_size,
+        state: args.state_dir.clone(),
+        discard_state: args.discard_state,
     };
     Daemon::open(Path::new(&args.file), &options)
 }
@@ -235,6 +258,7 @@ fn announce(daemon: &Daemon, args: &ServeArgs) -> Result<(), Failure> {
         return output::json_line(&json!({
             "event": "ready", "filename": args.file, "layers": layers, "virtual-size": size,
             "read-only": disk.read_only(), "cache": args.cache.to_string(), "exports": exports,
+            "state-file": opened.state.as_ref().map(|s| s.path().display().to_string()),
         }));
     }
     let mut out = String::new();
@@ -248,6 +272,9 @@ fn announce(daemon: &Daemon, args: &ServeArgs) -> Result<(), Failure> {
     );
     for layer in layers.iter().skip(1) {
         let _ = writeln!(out, "  over {} ({})", layer.path.display(), layer.format);
+    }
+    if let Some(state) = &opened.state {
+        let _ = writeln!(out, "  state in {}", state.path().display());
     }
     for (n, export) in daemon.exports().enumerate() {
         let (protocol, place) = place(export);

@@ -4,10 +4,11 @@
 //! opened read-only and locked against writers. Nothing is opened before it is allowed, and no image twice.
 
 use crate::name::{format_of, resolve_backing};
+use crate::state::{StateDir, left_behind, open_state, refuse_left_behind};
 use bedplate_disk::{Disk, Layer};
 use bedplate_qcow2::format::{Header, check_supported, printable};
-use bedplate_qcow2::{OpenOptions as Qcow2Options, Qcow2, read_header};
-use bedplate_storage::{FileStorage, LockMode, OpenOptions, Storage};
+use bedplate_qcow2::{OpenOptions as Qcow2Options, Qcow2, holds_changes, read_header};
+use bedplate_storage::{FileStorage, LockMode, OpenOptions, StateFile, Storage};
 use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, Format, Result, ResultExt, limits};
 use std::collections::HashSet;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -31,6 +32,10 @@ pub struct ChainOptions {
     pub force_share: bool,
     /// Memory for L2 tables of the top image; `None`: the default.
     pub l2_cache: Option<ByteLen>,
+    /// Where changes that are only in memory outlive a killed process.
+    pub state: StateDir,
+    /// Lose what a killed process left there, instead of taking it up.
+    pub discard_state: bool,
 }
 
 /// One image of an open chain.
@@ -48,6 +53,9 @@ pub struct OpenedDisk {
     pub disk: Arc<Disk<FileStorage>>,
     /// Its images.
     pub layers: Vec<OpenLayer>,
+    /// What is only in memory lies here, for the next process if this one is killed. To be removed once the disk is
+    /// closed.
+    pub state: Option<Arc<StateFile>>,
 }
 
 /// What makes a file the same file under another name.
@@ -155,23 +163,71 @@ pub async fn open_chain(path: &Path, options: &ChainOptions) -> Result<OpenedDis
             layers.push(layer);
         }
     }
-    let top = match format {
+    let (top, state) = match format {
         Format::Raw => {
             warn_about_content(&storage, path).await;
-            Layer::Raw(Arc::new(storage))
+            (Layer::Raw(Arc::new(storage)), None)
         }
         Format::Qcow2 => {
-            let mut how = Qcow2Options { read_only: options.read_only, ..Qcow2Options::default() };
-            if let Some(bytes) = options.l2_cache {
-                how.l2_cache = bytes;
-            }
-            Layer::Qcow2(Arc::new(Qcow2::open(storage, &how).await?))
+            let (image, state) = open_top(path, storage, options).await?;
+            (Layer::Qcow2(Arc::new(image)), state)
         }
     };
     let all = std::iter::once(top).chain(below).collect();
     let name = path.display().to_string();
     let disk = Disk::new(name, all, options.read_only, options.cache)?;
-    Ok(OpenedDisk { disk: Arc::new(disk), layers })
+    Ok(OpenedDisk { disk: Arc::new(disk), layers, state })
+}
+
+/// Opens the qcow2 image on top, with its state where there is to be one.
+async fn open_top(
+    path: &Path,
+    storage: FileStorage,
+    options: &ChainOptions,
+) -> Result<(Qcow2<FileStorage>, Option<Arc<StateFile>>)> {
+    let mut how = Qcow2Options { read_only: options.read_only, ..Qcow2Options::default() };
+    if let Some(bytes) = options.l2_cache {
+        how.l2_cache = bytes;
+    }
+    if options.read_only {
+        // Shared by force, it may be the state of a server that is well.
+        let state = if options.force_share { None } else { left_behind(path, &options.state) };
+        if let Some(state) = state {
+            tracing::warn!(
+                "a server of '{}' was killed, and its guest's last writes wait in '{}'; they don't show here",
+                path.display(),
+                state.display()
+            );
+        }
+        return Ok((Qcow2::open(storage, &how).await?, None));
+    }
+    if options.state == StateDir::None && !options.discard_state {
+        refuse_left_behind(path)?;
+    }
+    let Some((state, start)) = open_state(path, &options.state, options.discard_state)? else {
+        return Ok((Qcow2::open(storage, &how).await?, None));
+    };
+    how.journal = Some(start.clone());
+    let opened = Qcow2::open(storage, &how).await;
+    let image = match opened {
+        Ok(image) if image.has_journal() => return Ok((image, Some(state))),
+        Ok(image) => {
+            tracing::warn!(
+                "writes to '{}' that are completed and not flushed are lost when this server is killed, since the image \
+                 is of version 2; 'qemu-img amend -f qcow2 -o compat=1.1' makes it version 3",
+                path.display()
+            );
+            Ok(image)
+        }
+        Err(e) if holds_changes(&*start.memory, start.owner) || e.kind() == ErrorKind::Stale => {
+            return Err(e.context(format!("the state in '{}' stays", state.path().display())));
+        }
+        Err(e) => Err(e),
+    };
+    if let Err(e) = state.remove() {
+        tracing::warn!("{e:#}");
+    }
+    Ok((image?, None))
 }
 
 /// A disk of `size` bytes that costs nothing and keeps nothing, for measuring.
@@ -181,7 +237,7 @@ pub async fn open_chain(path: &Path, options: &ChainOptions) -> Result<OpenedDis
 pub fn open_null(size: ByteLen, read_only: bool, cache: CacheMode) -> Result<OpenedDisk> {
     let name = format!("null:{}", size.get());
     let disk = Disk::new(name, vec![Layer::Null(size)], read_only, cache)?;
-    Ok(OpenedDisk { disk: Arc::new(disk), layers: Vec::new() })
+    Ok(OpenedDisk { disk: Arc::new(disk), layers: Vec::new(), state: None })
 }
 
 fn backing_context(layers: &[OpenLayer]) -> String {

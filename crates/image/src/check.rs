@@ -1,6 +1,7 @@
 //! Checking an image, and repairing it when asked.
 
 use crate::name::format_of;
+use crate::state::refuse_left_behind;
 pub use bedplate_qcow2::check::{CheckOptions, CheckReport, Finding, Progress, Repair, Severity};
 use bedplate_storage::{FileStorage, LockMode, OpenOptions};
 use bedplate_types::{CacheMode, Error, ErrorKind, Format, Result};
@@ -40,6 +41,7 @@ pub async fn check(
         )),
         Some(what) => {
             let storage = FileStorage::open(&how)?;
+            refuse_left_behind(path)?;
             bedplate_qcow2::check::repair(&storage, what, options).await
         }
     }

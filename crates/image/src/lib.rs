@@ -16,6 +16,7 @@ mod map;
 mod name;
 mod resize;
 mod snapshot;
+mod state;
 mod text;
 
 pub use bedplate_qcow2::BitmapChange;
@@ -31,4 +32,5 @@ pub use map::{MapEntry, map};
 pub use name::format_of;
 pub use resize::{NewSize, ResizeOptions, resize};
 pub use snapshot::{SnapshotChange, change_snapshots, describe_snapshots, snapshots};
+pub use state::StateDir;
 pub use text::human_size;

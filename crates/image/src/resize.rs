@@ -5,6 +5,7 @@
 
 use crate::chain::{ChainOptions, open_chain};
 use crate::name::format_of;
+use crate::state::refuse_left_behind;
 use bedplate_disk::{Disk, Layer};
 use bedplate_qcow2::{OpenOptions as Qcow2Options, Qcow2, read_header};
 use bedplate_storage::{FileStorage, OpenOptions, Storage};
@@ -84,6 +85,7 @@ pub async fn resize(path: &Path, options: &ResizeOptions) -> Result<ByteLen> {
     let (old, overlay) = match format {
         Format::Raw => (storage.len(), false),
         Format::Qcow2 => {
+            refuse_left_behind(path)?;
             let header = read_header(&storage).await?;
             (header.disk_size(), header.backing_file.is_some())
         }

@@ -4,6 +4,7 @@
 
 use crate::describe::snapshot_list;
 use crate::info::{SnapshotInfo, snapshot_info};
+use crate::state::refuse_left_behind;
 use bedplate_qcow2::{NewSnapshot, OpenOptions, Qcow2, SnapshotRef, read_header, read_snapshots};
 use bedplate_storage::{FileStorage, LockMode, OpenOptions as FileOptions};
 use bedplate_types::{CacheMode, Error, ErrorKind, Format, Result, ResultExt};
@@ -68,6 +69,7 @@ pub async fn change_snapshots(
 ) -> Result<()> {
     check_format(path, format)?;
     let storage = FileStorage::open(&FileOptions::new(path).cache(CacheMode::Writeback))?;
+    refuse_left_behind(path)?;
     let image = Qcow2::open(storage, &OpenOptions::default()).await?;
     let failed = |what: &str, name: &[u8]| {
         let name = bedplate_qcow2::format::printable(name);

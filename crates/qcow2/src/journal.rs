@@ -384,6 +384,11 @@ pub(crate) fn examine(memory: &dyn SharedWords) -> Found {
     Found::Kept(Kept { owner, token, changes })
 }
 
+/// True when there are changes of `owner`'s image that wait to be taken up.
+pub fn holds_changes(memory: &dyn SharedWords, owner: JournalOwner) -> bool {
+    matches!(examine(memory), Found::Kept(kept) if kept.owner == owner && !kept.changes.is_empty())
+}
+
 /// Adds the changes of all whole groups of a generation.
 fn read_half(words: &[AtomicU64], generation: u64, changes: &mut Vec<Change>) {
     let get = |at: usize| words.get(at).map_or(0, |w| w.load(Ordering::Acquire));

@@ -35,7 +35,7 @@ pub use below::{Below, Nothing};
 pub use bitmaps::BitmapChange;
 pub use faults::{OrderFaults, OrderRule};
 pub use image::Qcow2;
-pub use journal::{JOURNAL_WORDS, JournalOwner, JournalStart};
+pub use journal::{JOURNAL_WORDS, JournalOwner, JournalStart, holds_changes};
 pub use mapping::{CompressedCluster, Mapping, Run};
 pub use open::{OpenOptions, read_header, read_snapshots};
 pub use snapshots::{NewSnapshot, SnapshotRef};

@@ -117,6 +117,12 @@ impl Daemon {
             )
         })?;
         tracing::info!("disk '{}' is closed", disk.name());
+        if let Some(state) = &self.opened.state
+            && let Err(e) = state.remove()
+        {
+            // The journal in it says that it has ended, so the next server takes nothing up.
+            tracing::warn!("{e:#}");
+        }
         Ok(Stopped { exports })
     }
 }

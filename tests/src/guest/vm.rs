@@ -60,6 +60,7 @@ pub struct VmBuilder {
     disks: Vec<Disk>,
     root: Option<String>,
     slots: u32,
+    tools: Option<PathBuf>,
     serial_log: Option<PathBuf>,
     boot_limit: Duration,
 }
@@ -74,6 +75,7 @@ impl VmBuilder {
             disks: Vec::new(),
             root: None,
             slots: 0,
+            tools: None,
             serial_log: None,
             boot_limit: BOOT_LIMIT,
         }
@@ -100,6 +102,12 @@ impl VmBuilder {
     /// Adds PCI Express ports `port0`, `port1`, ... into which disks can be plugged later.
     pub fn hot_plug_slots(mut self, slots: u32) -> VmBuilder {
         self.slots = slots;
+        self
+    }
+
+    /// Adds a disk with programs, which QEMU itself serves read-only, after all others.
+    pub fn tools(mut self, image: &Path) -> VmBuilder {
+        self.tools = Some(image.to_path_buf());
         self
     }
 
@@ -198,6 +206,11 @@ impl VmBuilder {
                 device.push_str(&format!(",{name}={value}"));
             }
             all.extend(["-device".to_owned(), device]);
+        }
+        if let Some(tools) = &self.tools {
+            let file = format!("file={},format=raw,readonly=on,if=none,id=tools", tools.display());
+            let words = ["-drive", &file, "-device", "virtio-blk-pci,drive=tools"];
+            all.extend(words.map(str::to_owned));
         }
         all
     }

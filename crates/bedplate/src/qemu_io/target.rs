@@ -122,6 +122,7 @@ impl Request {
                 backing_format: wanted.backing_format,
                 force_share: wanted.force_share,
                 l2_cache: wanted.l2_cache,
+                ..ChainOptions::default()
             },
         })
     }

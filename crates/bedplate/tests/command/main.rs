@@ -9,6 +9,7 @@ mod qemu_io;
 mod resize;
 mod serve;
 mod snapshot;
+mod state;
 mod usage;
 
 use anyhow::{Context, Result, ensure};

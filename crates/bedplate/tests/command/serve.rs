@@ -9,15 +9,15 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 
 /// A running `bedplate serve`; killed when it is dropped without having been stopped.
-struct Serving {
-    child: Child,
+pub(super) struct Serving {
+    pub(super) child: Child,
     out: BufReader<std::process::ChildStdout>,
     /// What it printed up to "ready".
-    hello: String,
+    pub(super) hello: String,
 }
 
 impl Serving {
-    fn start(bench: &Bench, args: &[&str]) -> Result<Self> {
+    pub(super) fn start(bench: &Bench, args: &[&str]) -> Result<Self> {
         let mut command = bench.command(&["serve"]);
         let mut child = command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
         let mut out = BufReader::new(child.stdout.take().context("no stdout")?);
@@ -32,7 +32,7 @@ impl Serving {
     }
 
     /// Asks for the end; what it printed since "ready".
-    fn stop(mut self) -> Result<String> {
+    pub(super) fn stop(mut self) -> Result<String> {
         kill_process(Pid::from_child(&self.child), Signal::TERM)?;
         let mut rest = String::new();
         self.out.read_to_string(&mut rest)?;
@@ -55,7 +55,7 @@ impl Drop for Serving {
 }
 
 /// The URI that was printed for the first NBD export.
-fn uri(hello: &str) -> Result<&str> {
+pub(super) fn uri(hello: &str) -> Result<&str> {
     let line = hello.lines().find_map(|l| l.strip_prefix("nbd at "));
     line.context("no NBD export was announced")
 }
