@@ -109,11 +109,11 @@ impl<S: Storage> Chain<S> {
     async fn fetch(&self, source: Source, part: IoVec) -> Result<()> {
         match source {
             Source::Zero { .. } => part.fill(0, part.len(), 0),
-            Source::Data { layer, at } => {
-                if let Some(storage) = self.layers.get(layer).and_then(Layer::storage) {
-                    return storage.read(at, part).await;
-                }
-            }
+            Source::Data { layer, at } => match self.layers.get(layer) {
+                Some(Layer::Raw(storage)) => return storage.read(at, part).await,
+                Some(Layer::Qcow2(image)) => return image.read_data(at, part).await,
+                Some(Layer::Null(_)) | None => {}
+            },
             Source::Compressed { layer, cluster, within } => {
                 if let Some(Layer::Qcow2(image)) = self.layers.get(layer) {
                     return image.read_compressed(&cluster, within, &part).await;

@@ -246,7 +246,7 @@ impl<S: Storage> Qcow2<S> {
             L2Entry::Data { host, .. } => {
                 let buf = SharedBuf::zeroed((end - start) as usize)?.iovec();
                 let from = HostOffset::new(host.get().saturating_add(start));
-                self.storage.read(from, buf.clone()).await?;
+                self.read_data(from, buf.clone()).await?;
                 segments.push(Segment { within: start, buf });
             }
             L2Entry::Unallocated if !below.is_empty() => {

@@ -12,6 +12,7 @@ mod cache;
 pub mod check;
 mod commit;
 mod cow;
+mod data;
 mod discard;
 mod faults;
 pub mod format;

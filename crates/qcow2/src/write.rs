@@ -122,7 +122,7 @@ impl<S: Storage> Qcow2<S> {
 
     async fn write_in_place(&self, parts: Vec<(usize, HostOffset, IoVec)>) -> Vec<(usize, Error)> {
         let writes = parts.into_iter().map(|(write, host, buf)| async move {
-            self.storage.write(host, buf).await.err().map(|e| (write, e))
+            self.write_data(host, buf).await.err().map(|e| (write, e))
         });
         join_all(writes).await.into_iter().flatten().collect()
     }
@@ -287,7 +287,7 @@ impl<S: Storage> Qcow2<S> {
             }
         }
         let all = joined.into_iter().map(|(at, buf, owners)| async move {
-            (owners, self.storage.write(HostOffset::new(at), buf).await)
+            (owners, self.write_data(HostOffset::new(at), buf).await)
         });
         for (owners, result) in join_all(all).await {
             let Err(e) = result else { continue };
