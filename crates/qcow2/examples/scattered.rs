@@ -65,20 +65,15 @@ fn main() -> Result<(), Box<dyn Error>> {
         order.swap(i, i + (seed % (total - i as u64)) as usize);
         let guest = u64::from(order[i]);
         let (l1, l2) = (guest / geometry.l2_entries() as u64, guest % geometry.l2_entries() as u64);
-        if !tables.contains_key(&l1) {
-            let at = maker.take();
-            tables.insert(l1, (at, vec![0; geometry.l2_entries()]));
-        }
-        let host = maker.take();
-        if let Some((_, table)) = tables.get_mut(&l1) {
-            table[l2 as usize] = host * cluster | COPIED;
-        }
+        let (_, table) =
+            tables.entry(l1).or_insert_with(|| (maker.take(), vec![0; geometry.l2_entries()]));
+        table[l2 as usize] = (maker.take() * cluster) | COPIED;
     }
     let words = |list: &[u64]| list.iter().flat_map(|w| w.to_be_bytes()).collect::<Vec<u8>>();
     for (l1, (at, table)) in &tables {
         maker.file.write_all_at(&words(table), at * cluster)?;
         let entry = layout.header.l1_offset.get() + l1 * 8;
-        maker.file.write_all_at(&words(&[at * cluster | COPIED]), entry)?;
+        maker.file.write_all_at(&words(&[(at * cluster) | COPIED]), entry)?;
     }
     for (index, at) in maker.blocks.iter().enumerate() {
         let range = counts.entries_per_block();

@@ -143,28 +143,21 @@ impl<S: Storage> Draft<'_, S> {
     /// claimed once, as often as it is used, so that the work does not grow with the number of tables.
     fn claim_l1(&mut self, at: u64, sizes: &[u64]) {
         let cluster = self.shape.cluster();
+        let inside =
+            sizes.partition_point(|s| self.shape.end_inside(at, s * ENTRY_BYTES).is_some());
         let mut claimed = 0;
-        for (index, size) in sizes.iter().enumerate() {
-            let bytes = size * ENTRY_BYTES;
-            if bytes == 0 {
-                continue;
-            }
-            if self.shape.end_inside(at, bytes).is_none() {
-                // The longer ones end there too; each is reported.
-                for size in sizes.iter().skip(index) {
-                    self.claim(at, size * ENTRY_BYTES, Use::L1, 1);
-                }
-                return;
-            }
-            let len = bytes.next_multiple_of(cluster);
+        for (index, size) in sizes.iter().take(inside).enumerate() {
+            let len = (size * ENTRY_BYTES).next_multiple_of(cluster);
             if len > claimed {
-                let inside = |s: &&u64| self.shape.end_inside(at, **s * ENTRY_BYTES).is_some();
-                let times = sizes.iter().skip(index).take_while(inside).count() as u64;
                 let from = at.saturating_add(claimed);
+                let times = (inside - index) as u64;
                 let claim = Claim { at: from, len: len - claimed, kind: Use::L1, times };
                 self.outline.claims.push(claim);
                 claimed = len;
             }
+        }
+        for size in sizes.iter().skip(inside) {
+            self.claim(at, size * ENTRY_BYTES, Use::L1, 1);
         }
     }
 

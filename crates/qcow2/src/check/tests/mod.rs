@@ -1,5 +1,7 @@
 //! The check against qemu-img's, on sound images and on images damaged by hand and at random.
 
+mod features;
+mod hostile;
 mod repairs;
 
 use super::*;

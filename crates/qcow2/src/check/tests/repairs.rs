@@ -4,7 +4,7 @@ use super::*;
 use crate::format::incompat;
 
 /// Repairs an image; returns the report and the image as it is then.
-fn repaired(bytes: &[u8], what: Repair) -> (CheckReport, Vec<u8>) {
+pub(super) fn repaired(bytes: &[u8], what: Repair) -> (CheckReport, Vec<u8>) {
     let storage = SimStorage::from_image(Image::from_bytes(bytes), SimOptions::default());
     let report =
         block_on(repair(&storage, what, CheckOptions::default())).expect("can be repaired");
@@ -12,7 +12,7 @@ fn repaired(bytes: &[u8], what: Repair) -> (CheckReport, Vec<u8>) {
 }
 
 /// Expects nothing wrong, by both checks; returns false without qemu-img.
-fn clean(dir: &Path, bytes: &[u8], what: &str) -> bool {
+pub(super) fn clean(dir: &Path, bytes: &[u8], what: &str) -> bool {
     let report = check_bytes(bytes).expect("opens");
     assert!(report.is_clean(), "{what}: {:#?}", report.findings);
     let Some(theirs) = by_qemu(dir, bytes) else { return false };
