@@ -13,15 +13,14 @@
 //! only after all its changes are in the file; a half is used again only after its generation was retired. Nothing here
 //! waits, except that the write-back waits for appenders that are between record and change, a few instructions.
 
+use super::prim::{AtomicU64, Ordering, SharedWords, fence, spin_loop, yield_now};
 use crate::slice::SliceId;
-use bedplate_storage::SharedWords;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Words of the header.
 pub(crate) const HEADER: usize = 512;
 /// Words of a record.
-const RECORD: usize = 2;
+pub(crate) const RECORD: usize = 2;
 /// Words that an image's journal has by default: two halves of half a million changes each, 16 MiB in all.
 pub const JOURNAL_WORDS: usize = 2 << 20;
 
@@ -36,12 +35,12 @@ const AT_OWNER: usize = 4;
 const OWNER: usize = 6;
 const AT_CHECK: usize = 10;
 /// Nonzero while a process that has not ended cleanly uses the journal.
-const AT_LIVE: usize = 11;
+pub(crate) const AT_LIVE: usize = 11;
 /// The generation that changes go to, and the last one that is durable.
-const AT_CURRENT: usize = 16;
+pub(crate) const AT_CURRENT: usize = 16;
 const AT_RETIRED: usize = 17;
 /// The halves: generation, and [`TAG`] of it with the number of records.
-const AT_HALVES: [usize; 2] = [32, 48];
+pub(crate) const AT_HALVES: [usize; 2] = [32, 48];
 
 /// A tail word: set when no more records may be appended.
 const CLOSED: u64 = 1 << 63;
@@ -184,7 +183,7 @@ fn room(words: usize) -> u64 {
     (records as u64).min(COUNT)
 }
 
-fn half(generation: u64) -> usize {
+pub(crate) fn half(generation: u64) -> usize {
     (generation & 1) as usize
 }
 
@@ -240,7 +239,7 @@ impl Journal {
         self.room
     }
 
-    fn word(&self, at: usize) -> &AtomicU64 {
+    pub(crate) fn word(&self, at: usize) -> &AtomicU64 {
         static NONE: AtomicU64 = AtomicU64::new(0);
         // All places are inside, since `room` counts only what is; the static keeps this free of panics.
         self.memory.words().get(at).unwrap_or(&NONE)
@@ -269,7 +268,7 @@ impl Journal {
             let tail = self.tail(generation);
             let old = tail.load(Ordering::Acquire);
             if old & !COUNT != tag(generation) {
-                std::hint::spin_loop(); // a write-back begins just now
+                spin_loop(); // a write-back begins just now
                 continue;
             }
             let first = old & COUNT;
@@ -323,7 +322,7 @@ impl Journal {
         let records = self.tail(generation).fetch_or(CLOSED, Ordering::AcqRel) & COUNT;
         // Who has a record there is about to make its change, without waiting for anything.
         while self.made[half(generation)].0.load(Ordering::Acquire) != records {
-            std::thread::yield_now();
+            yield_now();
         }
         Some(generation)
     }
@@ -416,7 +415,3 @@ fn read_half(words: &[AtomicU64], generation: u64, changes: &mut Vec<Change>) {
         }
     }
 }
-
-#[cfg(test)]
-#[path = "journal_tests.rs"]
-mod tests;

@@ -1,8 +1,10 @@
 //! The journal on plain memory: kills at every store, and threads that append while write-backs come and go.
 
-use super::*;
+use crate::journal::*;
+use bedplate_storage::SharedWords;
 use std::collections::HashMap;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 const OWNER: JournalOwner = JournalOwner { boot: [1, 2], file: [3, 4, 5, 6] };
 

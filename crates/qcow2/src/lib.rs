@@ -20,11 +20,16 @@ mod generation;
 mod header;
 mod image;
 mod journal;
+#[cfg(test)]
+mod journal_tests;
 mod mapping;
 mod open;
+mod prim;
 mod read;
 mod resize;
 mod slice;
+#[cfg(test)]
+mod slice_tests;
 mod snapshots;
 mod space;
 mod tables;
