@@ -76,6 +76,12 @@ fn lazy(rng: &mut Rng) -> Spec {
     Spec { lazy: true, ..base }
 }
 
+fn packing(rng: &mut Rng) -> Spec {
+    let refcount_bits = [1, 2, 16, 64][rng.below(4) as usize];
+    let seeds = Seeds { filled: [0, 20][rng.below(2) as usize], ..Seeds::default() };
+    Spec { cluster_bits: [10, 12][rng.below(2) as usize], refcount_bits, seeds, ..plain(rng) }
+}
+
 fn backed(rng: &mut Rng) -> Spec {
     let spec = Spec::tiny(rng);
     let below = Some(BelowSpec::random(rng, spec.size));
@@ -91,6 +97,16 @@ const REUSING: Profile = Profile {
     flush: 15,
     maintain: 15,
     area: 1 << 15,
+    ..Profile::MIXED
+};
+const PACKING: Profile = Profile {
+    compressed: 45,
+    write: 12,
+    fua: 3,
+    discard: 25,
+    zero: 5,
+    maintain: 10,
+    area: 1 << 16,
     ..Profile::MIXED
 };
 const FLUSHING: Profile = Profile { spec: plain, flush: 30, fua: 20, ..Profile::MIXED };
@@ -138,6 +154,20 @@ fn i2_i6_subclusters_are_mapped_one_by_one() {
 }
 
 #[test]
+fn i1_i2_compressed_clusters_share_space_and_are_counted_before_they_are_mapped() {
+    // Refused ones, over clusters that hold something, prove nothing.
+    let packed = |seed| {
+        let run = record(seed, Profile { spec: packing, ..PACKING }, None).expect("a run");
+        let good = |l: &&String| l.contains("end of write compressed") && l.ends_with("Ok(())");
+        run.log.iter().filter(good).count()
+    };
+    assert!((0..10).map(packed).sum::<usize>() > 30);
+    survive("compressed clusters", Profile { spec: packing, ..PACKING }, 30);
+    let lazy = |rng: &mut Rng| Spec { lazy: true, version: 3, ..packing(rng) };
+    survive("compressed clusters and lazy refcounts", Profile { spec: lazy, ..PACKING }, 12);
+}
+
+#[test]
 fn i3_freed_space_is_not_used_again_before_its_removal_is_durable() {
     survive("discard and reuse", REUSING, 40);
 }
@@ -171,6 +201,18 @@ fn breaking_i3_is_noticed() {
         what.contains("which it may not") || what.contains("check finds"),
         "noticed as: {what}"
     );
+}
+
+#[test]
+fn breaking_i1_to_i3_under_compressed_clusters_is_noticed() {
+    let rules = [OrderRule::RefcountsFirst, OrderRule::DataFirst, OrderRule::FreeLater];
+    for rule in rules {
+        let what = notice(rule, Profile { spec: packing, ..PACKING });
+        assert!(
+            what.contains("which it may not") || what.contains("check finds"),
+            "{rule:?} noticed as: {what}"
+        );
+    }
 }
 
 #[test]

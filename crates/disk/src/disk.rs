@@ -238,6 +238,26 @@ impl<S: Storage> Disk<S> {
         results
     }
 
+    /// Writes whole clusters, or those up to the disk's end, compressed: for filling images with data that is seldom
+    /// written again. Clusters that would not become smaller are written as they are.
+    ///
+    /// # Errors
+    /// `Unsupported` where the top layer has no compression; `InvalidInput` for other ranges, and where a cluster already
+    /// holds something; else as [`Self::write`].
+    pub async fn write_compressed(&self, at: GuestOffset, buf: IoVec) -> Result<()> {
+        self.check_write(at, buf.byte_len())?;
+        match self.top() {
+            Some(Layer::Qcow2(image)) => {
+                image.write_compressed(&self.under, at, buf).await?;
+                if self.write_cache() { Ok(()) } else { image.flush().await }
+            }
+            _ => Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("disk '{}' is in a format without compression", self.name),
+            )),
+        }
+    }
+
     /// Makes every write that completed before this call durable.
     ///
     /// # Errors

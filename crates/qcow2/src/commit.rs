@@ -99,7 +99,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    fn unencodable(&self, host: HostOffset) -> Error {
+    pub(crate) fn unencodable(&self, host: HostOffset) -> Error {
         Error::new(
             ErrorKind::Limit,
             format!("image '{}' can't express the host offset {host}", self.storage.name()),
@@ -107,7 +107,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// With lazy refcounts, the dirty bit must be set before refcounts may lag behind. A failure poisons the image.
-    async fn prepare_counts(&self) -> Result<()> {
+    pub(crate) async fn prepare_counts(&self) -> Result<()> {
         if !self.lazy_refcounts || self.is_lazy() {
             return Ok(());
         }

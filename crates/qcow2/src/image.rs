@@ -36,6 +36,9 @@ pub struct Qcow2<S: Storage> {
     pub(crate) ranges: RangeLock,
     /// L2 tables being made or copied, one range unit an L1 entry. Taken after `ranges`.
     pub(crate) table_gate: RangeLock,
+    /// One writer of compressed clusters at a time; held across I/O by design. Taken after `ranges` and
+    /// `table_gate`, before the locks of `space`.
+    pub(crate) packer: AsyncMutex<()>,
     pub(crate) sequencer: FlushSequencer,
     pub(crate) dirty: Mutex<Dirty>,
     /// The L1 table as it is in the file. Only the write-back that is under way uses it.
@@ -87,6 +90,7 @@ impl<S: Storage> Qcow2<S> {
             epochs: Epochs::new(),
             ranges: RangeLock::new(),
             table_gate: RangeLock::new(),
+            packer: AsyncMutex::new(()),
             sequencer: FlushSequencer::new(),
             dirty: Mutex::default(),
             l1_in_file: Mutex::new(l1),

@@ -5,14 +5,15 @@ use crate::image::Qcow2;
 use crate::mapping::CompressedCluster;
 use bedplate_runtime::buf::{IoVec, SharedBuf};
 use bedplate_storage::Storage;
-use bedplate_types::{ByteLen, Error, ErrorKind, Result};
+use bedplate_types::{ByteLen, Error, ErrorKind, HostOffset, Result};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Clusters kept in memory after they were decompressed, so that small reads in a row unpack each once.
 const KEPT: usize = 16;
 
-/// Decompressed clusters, latest last. A short mutex; the content of a place never changes while it is mapped.
+/// Decompressed clusters, latest last. A short mutex; the content of a place never changes while it is mapped, and
+/// is forgotten before something else is mapped there.
 #[derive(Default)]
 pub(crate) struct Unpacked(Mutex<VecDeque<(CompressedCluster, Arc<Vec<u8>>)>>);
 
@@ -25,6 +26,12 @@ impl Unpacked {
     /// Forgets everything: places are about to hold something else.
     pub(crate) fn clear(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
+    /// Forgets what lay at these places before.
+    pub(crate) fn forget(&self, places: &[HostOffset]) {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.retain(|(c, _)| !places.contains(&c.host));
     }
 
     fn put(&self, cluster: CompressedCluster, bytes: Arc<Vec<u8>>) {

@@ -120,6 +120,7 @@ fn below_layer(below: BelowSpec, rng: &mut Rng) -> (Image, Vec<u8>) {
                 version: 3,
                 extended: false,
                 lazy: false,
+                zstd: false,
                 size: below.size,
                 seeds: Seeds { filled: 60, compressed: 20, zero: 20, snapshots: 0 },
                 below: None,

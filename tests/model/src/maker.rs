@@ -3,7 +3,8 @@
 
 use crate::spec::Spec;
 use bedplate_qcow2::format::{
-    EntryCodec, Geometry, Header, L1Entry, L2Entry, NewImage, RefcountFormat, Snapshot, SubMap,
+    CompressionType, Compressor, EntryCodec, Geometry, Header, L1Entry, L2Entry, NewImage,
+    RefcountFormat, Snapshot, SubMap,
 };
 use bedplate_sim::Image;
 use bedplate_types::{ByteLen, HostOffset};
@@ -63,7 +64,12 @@ impl Builder {
     }
 }
 
-fn deflate(bytes: &[u8]) -> Vec<u8> {
+fn pack(spec: &Spec, bytes: &[u8]) -> Vec<u8> {
+    if spec.zstd {
+        let mut zstd = Compressor::new(CompressionType::Zstd).expect("memory");
+        let packed = zstd.pack(bytes).expect("memory to memory");
+        return packed.unwrap_or_else(|| bytes.to_vec());
+    }
     let mut stream = flate2::Compress::new(flate2::Compression::fast(), false);
     let mut out = Vec::with_capacity(bytes.len() + 64);
     stream.compress_vec(bytes, &mut out, flate2::FlushCompress::Finish).expect("memory to memory");
@@ -89,7 +95,7 @@ pub(crate) fn make(spec: &Spec, cells: &[Cell], content: &[u8]) -> Image {
     let entries = geo.l1_entries(ByteLen::new(spec.size)) as usize;
     let l1_clusters = (entries as u64 * 8).div_ceil(cluster).max(1);
     let l1_at = b.take(l1_clusters, 1);
-    let l1 = tables(&mut b, &geo, codec, cells, content, references, entries);
+    let l1 = tables(&mut b, spec, (&geo, codec), cells, content, references, entries);
     b.write_words(l1_at, &l1);
     let mut header = first_header(spec);
     header.l1_offset = HostOffset::new(l1_at);
@@ -105,8 +111,8 @@ pub(crate) fn make(spec: &Spec, cells: &[Cell], content: &[u8]) -> Image {
 /// The clusters' data and L2 tables; returns the L1 table.
 fn tables(
     b: &mut Builder,
-    geo: &Geometry,
-    codec: EntryCodec,
+    spec: &Spec,
+    (geo, codec): (&Geometry, EntryCodec),
     cells: &[Cell],
     content: &[u8],
     references: u64,
@@ -126,7 +132,7 @@ fn tables(
             let mut bytes =
                 content.get(start..content.len().min(start + cluster)).unwrap_or(&[]).to_vec();
             bytes.resize(cluster, 0);
-            let packed = if *cell == Cell::Compressed { deflate(&bytes) } else { Vec::new() };
+            let packed = if *cell == Cell::Compressed { pack(spec, &bytes) } else { Vec::new() };
             let entry = match cell {
                 Cell::Unallocated => L2Entry::Unallocated,
                 Cell::Zero => L2Entry::Zero { host: None, copied: false },
@@ -176,8 +182,8 @@ fn first_header(spec: &Spec) -> Header {
         refcount_bits: spec.refcount_bits,
         extended_l2: spec.extended,
         lazy_refcounts: spec.lazy,
+        compression_type: if spec.zstd { CompressionType::Zstd } else { CompressionType::Zlib },
         backing,
-        ..NewImage::default()
     };
     new.layout().expect("options that go together").header
 }

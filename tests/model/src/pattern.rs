@@ -34,3 +34,18 @@ pub(crate) fn random(rng: &mut Rng, len: usize) -> Vec<u8> {
     bytes.truncate(len);
     bytes
 }
+
+/// Bytes of which some sectors are random and the others are one byte each.
+pub(crate) fn squeezable(rng: &mut Rng, len: usize) -> Vec<u8> {
+    let share = [0, 10, 50, 100][rng.below(4) as usize];
+    let mut bytes = Vec::with_capacity(len.next_multiple_of(BYTES));
+    while bytes.len() < len {
+        if rng.chance(share) {
+            bytes.extend(random(rng, BYTES));
+        } else {
+            bytes.resize(bytes.len() + BYTES, rng.below(256) as u8);
+        }
+    }
+    bytes.truncate(len);
+    bytes
+}

@@ -6,7 +6,7 @@
 //! with or without closing: then bytes not flushed may be any that they were since the last flush.
 
 use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
-use crate::pattern::random;
+use crate::pattern::{random, squeezable};
 use crate::workload::{on_device, random_limits};
 use crate::{Spec, qemu};
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
@@ -38,6 +38,7 @@ impl Effect {
 enum Op {
     Write { at: u64, bytes: Vec<u8>, fua: bool },
     Batch(Vec<(u64, Vec<u8>)>),
+    Compressed { at: u64, bytes: Vec<u8> },
     Zero { at: u64, len: u64, mode: ZeroMode },
     Discard { at: u64, len: u64 },
     Read { at: u64, len: u64 },
@@ -385,6 +386,7 @@ fn brief(plans: &[Vec<Op>]) -> String {
                 all.iter().map(|(at, bytes)| format!("{at:#x}+{:#x}", bytes.len())).collect();
             format!("batch [{}]", parts.join(", "))
         }
+        Op::Compressed { at, bytes } => format!("compressed {at:#x}+{:#x}", bytes.len()),
         other => format!("{other:x?}"),
     };
     let tasks: Vec<String> =
@@ -432,13 +434,19 @@ fn random_op(spec: &Spec, rng: &mut Rng) -> Op {
             }
             Op::Batch(writes)
         }
-        53..=64 => Op::Zero {
+        53..=57 => {
+            let cluster = spec.cluster();
+            let at = at - at % cluster;
+            let len = len.next_multiple_of(cluster).min(spec.size - at);
+            Op::Compressed { at, bytes: squeezable(rng, len as usize) }
+        }
+        58..=66 => Op::Zero {
             at,
             len,
             mode: ZeroMode { unmap: rng.chance(50), fast_only: rng.chance(20) },
         },
-        65..=76 => Op::Discard { at, len },
-        77..=87 => Op::Read { at, len },
+        67..=78 => Op::Discard { at, len },
+        79..=87 => Op::Read { at, len },
         88..=90 => Op::Status { at, len },
         91..=97 => Op::Flush,
         _ => Op::Maintain,
@@ -505,6 +513,18 @@ async fn perform(open: &Open, spec: &Spec, op: &Op) -> Done {
                 done.failures.extend(result.err());
             }
             Ok(())
+        }
+        Op::Compressed { at, bytes } => {
+            let result = match iovec(bytes) {
+                Ok(buf) => disk.write_compressed(GuestOffset::new(*at), buf).await,
+                Err(e) => Err(e),
+            };
+            done.effects.push(effect(*at, bytes.clone(), result.is_ok()));
+            match result {
+                // Refused, since a cluster holds something; clusters that can't be packed may be written.
+                Err(e) if e.kind() == ErrorKind::InvalidInput => Ok(()),
+                result => result,
+            }
         }
         Op::Zero { at, len, mode } => {
             let range = (GuestOffset::new(*at), ByteLen::new(*len));

@@ -94,6 +94,7 @@ fn bed(cluster_bits: u32, refcount_bits: u32, lazy: bool, kib: u64) -> Result<Be
         version: 3,
         extended: false,
         lazy,
+        zstd: false,
         size,
         seeds: Seeds::default(),
         below: None,

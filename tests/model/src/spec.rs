@@ -47,6 +47,8 @@ pub struct Spec {
     pub extended: bool,
     /// Refcounts may be written late.
     pub lazy: bool,
+    /// Compressed clusters are packed by zstd, not by deflate.
+    pub zstd: bool,
     /// The disk's size in bytes.
     pub size: u64,
     /// The first content.
@@ -141,6 +143,7 @@ impl Spec {
             version,
             extended: false,
             lazy: version == 3 && rng.chance(20),
+            zstd: version == 3 && rng.chance(25),
             size,
             seeds,
             below: if rng.chance(40) { Some(BelowSpec::random(rng, size)) } else { None },

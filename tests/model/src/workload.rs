@@ -26,6 +26,8 @@ pub struct Profile {
     pub write: u64,
     /// Weight of writes that are durable when they complete.
     pub fua: u64,
+    /// Weight of writes of compressed clusters.
+    pub compressed: u64,
     /// Weight of discards.
     pub discard: u64,
     /// Weight of writes of zeroes.
@@ -56,6 +58,7 @@ impl Profile {
         operations: 40,
         write: 50,
         fua: 5,
+        compressed: 5,
         discard: 15,
         zero: 10,
         flush: 15,
@@ -250,7 +253,8 @@ fn range(shared: &Shared<'_>, rng: &mut Rng, most: u64) -> (u64, u64) {
 
 pub(crate) async fn step(shared: &Shared<'_>, rng: &mut Rng) {
     let p = shared.profile;
-    let mut pick = rng.below(p.write + p.fua + p.discard + p.zero + p.flush + p.maintain);
+    let mut pick =
+        rng.below(p.write + p.fua + p.compressed + p.discard + p.zero + p.flush + p.maintain);
     let mut is = |weight: u64| match pick.checked_sub(weight) {
         Some(rest) => {
             pick = rest;
@@ -265,6 +269,8 @@ pub(crate) async fn step(shared: &Shared<'_>, rng: &mut Rng) {
         if rng.chance(25) { batch(shared, rng).await } else { write(shared, rng, false).await }
     } else if is(p.fua) {
         write(shared, rng, true).await;
+    } else if is(p.compressed) {
+        compressed(shared, rng).await;
     } else if is(p.discard) {
         discard(shared, rng).await;
     } else if is(p.zero) {
@@ -314,6 +320,26 @@ async fn write(shared: &Shared<'_>, rng: &mut Rng, fua: bool) {
     shared.log(|| format!("end of write {number}: {result:?}"));
     let good = shared.note("write", result, poisoned);
     shared.oracle.borrow_mut().end(pending, end, outcome(shared, good, fua));
+}
+
+async fn compressed(shared: &Shared<'_>, rng: &mut Rng) {
+    let (at, len) = range(shared, rng, 16384);
+    let cluster = shared.spec.cluster();
+    let at = at - at % cluster;
+    let len = len.next_multiple_of(cluster).min(shared.spec.size - at);
+    let number = number(shared);
+    let Ok(buf) = data(number, at, len) else { return };
+    let poisoned = shared.open.qcow2.is_poisoned();
+    let start = shared.tick();
+    shared.log(|| format!("write compressed {number} {at:#x}+{len:#x}"));
+    let pending = shared.oracle.borrow_mut().begin(start, at, len, |s| tag(number, s));
+    let result = shared.open.disk.write_compressed(GuestOffset::new(at), buf).await;
+    let end = shared.tick();
+    shared.log(|| format!("end of write compressed {number}: {result:?}"));
+    // Only clusters that hold nothing can be written so.
+    let refused = matches!(&result, Err(e) if e.kind() == ErrorKind::InvalidInput);
+    let good = refused || shared.note("write compressed", result, poisoned);
+    shared.oracle.borrow_mut().end(pending, end, outcome(shared, good && !refused, false));
 }
 
 async fn batch(shared: &Shared<'_>, rng: &mut Rng) {

@@ -6,6 +6,7 @@
 
 mod bitmaps;
 mod chains;
+mod compressed;
 mod created;
 mod damaged;
 mod formats;

@@ -9,7 +9,7 @@ use bedplate_image::OpenedDisk;
 use bedplate_runtime::buf::{IoVec, SharedBuf};
 use bedplate_runtime::sync::{Event, RangeGuard, RangeLock};
 use bedplate_storage::{FileStorage, ZeroMode};
-use bedplate_types::{ByteLen, Error, ErrorKind, GuestOffset, Result};
+use bedplate_types::{ByteLen, Error, ErrorKind, GuestOffset, Preallocation, Result};
 use std::cell::Cell;
 use std::sync::Arc;
 
@@ -139,8 +139,7 @@ impl Device {
     /// Writes `buf` at `at` as compressed clusters.
     pub async fn write_compressed(&self, at: u64, buf: IoVec) -> Result<()> {
         let _order = self.in_order(at, buf.len() as u64).await;
-        let _ = (at, buf);
-        Err(unsupported("compressed clusters can't be written by this version"))
+        self.disk.write_compressed(GuestOffset::new(at), buf).await
     }
 
     /// Fills `buf` from `at` bytes into the space for VM state.
@@ -173,6 +172,12 @@ impl Device {
             self.disk.discard(at, ByteLen::ZERO).await?;
             self.disk.block_status(at, len, 0).await.map(drop)
         }
+    }
+
+    /// Sets the disk's size; the space that it grows by is taken as `fill` says.
+    pub async fn truncate(&self, size: u64, fill: Preallocation) -> Result<()> {
+        let _order = self.in_order(0, u64::MAX).await;
+        self.disk.resize(ByteLen::new(size), fill).await
     }
 
     /// Makes everything durable.

@@ -92,20 +92,11 @@ pub async fn truncate(session: &Session, call: &Call<'_>) -> Ran {
     let mut fill = Preallocation::Off;
     for option in options.by_ref() {
         let option = option.or_else(|e| call.bad_option::<super::args::Found>(&e))?;
-        match option.value.parse() {
-            Ok(mode) => fill = mode,
-            Err(_) => {
-                return fail_aloud(format!(
-                    "qemu-io: Invalid preallocation mode '{}'",
-                    option.value
-                ));
-            }
-        }
+        fill = option.value.parse().or_else(|_| {
+            fail_aloud(format!("qemu-io: Invalid preallocation mode '{}'", option.value))
+        })?;
     }
     let &[size] = options.rest().as_slice() else { return call.usage() };
     let size = number(size)?;
-    match device.disk.resize(ByteLen::new(size), fill).await {
-        Ok(()) => Ok(()),
-        Err(e) => fail_aloud(format!("qemu-io: {e:#}")),
-    }
+    device.truncate(size, fill).await.or_else(|e| fail_aloud(format!("qemu-io: {e:#}")))
 }

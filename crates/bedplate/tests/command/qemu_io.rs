@@ -210,6 +210,13 @@ const OTHERS: Session = (
         "truncate x",
         "truncate",
         "truncate -m bad 9M",
+        "truncate 8M",
+        "length",
+        "truncate -m off 9M",
+        "truncate 4097",
+        "truncate -m metadata 10M",
+        "truncate 4M",
+        "length",
         "reopen -r -w",
         "reopen -c foo",
         "reopen x",
@@ -224,6 +231,46 @@ const OTHERS: Session = (
         "length",
     ],
 );
+
+const COMPRESSED: Session = (
+    "-f qcow2 a.qcow2",
+    &[
+        "write -c 0 64k",
+        "write -c -P 3 0 64k",
+        "write -c 64k 32k",
+        "write -c 1k 64k",
+        "write -c 2M 256k",
+        "write -c 0 512",
+        "write -c 4032k 64k",
+        "write -c 5M 64k",
+        "write -c 0 0",
+        "write -c 64k 1000",
+        "read -P 0xcd 0 64k",
+        "write -P 9 0 32k",
+        "write -c 0 64k",
+        "read -P 9 0 32k",
+        "read -P 0xcd 32k 32k",
+        "write -c -s pat 1M 1M",
+        "map",
+        "discard 2M 64k",
+        "write -c -P 8 2M 64k",
+        "alloc 0 4M",
+    ],
+);
+
+const COMPRESSED_TAIL: Session = (
+    "-f qcow2 odd.qcow2",
+    &[
+        "write -c 0 64k",
+        "write -c 64k 34816",
+        "write -c 64k 34k",
+        "read -P 0xcd 0 98k",
+        "read -P 0 100001 351",
+        "map",
+    ],
+);
+
+const COMPRESSED_RAW: Session = ("-f raw r.raw", &["write -c 0 64k"]);
 
 const AIO: Session = (
     "-f qcow2 a.qcow2",
@@ -406,6 +453,7 @@ impl Pair {
             |args: &[&str]| bench.tool("qemu-img", &[&["create", "-q", "-f"], args].concat());
         create(&["qcow2", &at("a.qcow2"), "4M"])?;
         create(&["raw", &at("r.raw"), "100001"])?;
+        create(&["qcow2", &at("odd.qcow2"), "100001"])?;
         create(&["qcow2", &at("base.qcow2"), "1M"])?;
         bench.tool("qemu-io", &["-f", "qcow2", &at("base.qcow2"), "-c", "write -P 1 0 1M"])?;
         create(&["qcow2", "-b", "base.qcow2", "-F", "qcow2", &at("over.qcow2")])?;
@@ -491,11 +539,24 @@ fn sessions_print_what_those_of_qemu_io_print() -> Result<()> {
     if !peer_is_there("sessions_print_what_those_of_qemu_io_print") {
         return Ok(());
     }
-    for one in [NUMBERS, READS, WRITES, OTHERS, AIO, OPENING, OVER, COPYING] {
+    for one in [
+        NUMBERS,
+        READS,
+        WRITES,
+        OTHERS,
+        AIO,
+        OPENING,
+        OVER,
+        COPYING,
+        COMPRESSED,
+        COMPRESSED_TAIL,
+        COMPRESSED_RAW,
+    ] {
         let pair = Pair::new()?;
         pair.same(&session(one), "")?;
         pair.same_content("a.qcow2")?;
         pair.same_content("over.qcow2")?;
+        pair.same_content("odd.qcow2")?;
     }
     Ok(())
 }

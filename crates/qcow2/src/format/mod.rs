@@ -20,7 +20,7 @@ mod tests;
 
 pub use bitmap::{Bitmap, BitmapExtension, MAX_BITMAP_NAME, MAX_BITMAP_TABLE, MAX_BITMAPS};
 pub use bytes::printable;
-pub use compress::decompress;
+pub use compress::{Compressor, decompress};
 pub use entry::{
     COMPRESSED, COPIED, EntryCodec, EntryError, L1Entry, L2Entry, MAX_HOST, OFFSET_MASK, ZERO,
 };

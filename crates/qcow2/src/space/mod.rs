@@ -12,11 +12,13 @@ mod find;
 mod free;
 mod grow;
 mod lease;
+mod packing;
 mod reclaim;
 mod reset;
 
 pub(crate) use blocks::Block;
 pub(crate) use free::{FreeMap, FreeRun};
+pub(crate) use packing::{Layout, Packing};
 pub(crate) use reclaim::Freed;
 
 use crate::format::{Geometry, RefcountFormat};
@@ -73,6 +75,8 @@ pub(crate) struct State {
     pub(crate) end: u64,
     /// First cluster past what was readied in the host's file system ahead of need.
     pub(crate) prepared: u64,
+    /// The cluster with room for more compressed data.
+    pub(crate) packing: Option<Packing>,
 }
 
 /// What opening found out about an image's space.
@@ -106,6 +110,7 @@ impl Space {
                 scan_end: end,
                 end,
                 prepared: end,
+                packing: None,
             }),
             end: AtomicU64::new(end),
             metadata: RwLock::new(found.metadata),

@@ -84,7 +84,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Lowers refcounts whose references are durably gone and not looked at any more; what reaches zero is given
     /// back to the host and becomes free.
-    pub(super) async fn release_durable(&self, mut clusters: Vec<u64>) -> Result<()> {
+    pub(crate) async fn release_durable(&self, mut clusters: Vec<u64>) -> Result<()> {
         clusters.sort_unstable();
         let mut run: Option<FreeRun> = None;
         let mut at = 0;
@@ -116,6 +116,10 @@ impl<S: Storage> Qcow2<S> {
                 let mut state = self.space.state();
                 if let Some(count) = self.space.count(&state, cluster) {
                     if count <= references {
+                        // From here on nothing more is packed into it.
+                        if state.packing.is_some_and(|p| p.cluster == cluster) {
+                            state.packing = None;
+                        }
                         return Ok(count != 0);
                     }
                     self.space.set_count(&mut state, cluster, count - references)?;

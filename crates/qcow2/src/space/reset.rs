@@ -20,6 +20,7 @@ impl Space {
         state.scan = 0;
         state.scan_end = end;
         state.prepared = end;
+        state.packing = None;
         self.set_end(&mut state, end);
         drop(state);
         *self.metadata.write().unwrap_or_else(PoisonError::into_inner) = found.metadata;
