@@ -1,7 +1,7 @@
 //! Random damage to an image's metadata.
 
 use bedplate_model::Bed;
-use bedplate_qcow2::format::{COPIED, Header, OFFSET_MASK};
+use bedplate_qcow2::format::{COPIED, Header, OFFSET_MASK, incompat};
 use bedplate_sim::{Image, Rng};
 
 /// A damaged image.
@@ -26,6 +26,11 @@ pub fn header(image: &Image) -> Header {
     let mut first = vec![0; Header::bytes_needed(&start).expect("a header")];
     image.read(0, &mut first);
     Header::parse(&first).expect("a header")
+}
+
+/// Bytes of an L2 entry.
+pub fn entry_bytes(image: &Image) -> u64 {
+    if header(image).incompatible & incompat::EXTENDED_L2 != 0 { 16 } else { 8 }
 }
 
 impl Damaged {
@@ -116,9 +121,9 @@ impl Damaged {
 
     fn l2_entry(&self, rng: &mut Rng) -> Option<u64> {
         let table = word(&self.image, self.l1_entry(rng)?) & OFFSET_MASK;
-        let cluster = 1 << header(&self.image).cluster_bits;
+        let (cluster, size) = (1 << header(&self.image).cluster_bits, entry_bytes(&self.image));
         let inside = table % cluster == 0 && table + cluster <= self.image.len();
-        inside.then(|| table + 8 * rng.below((cluster / 8).min(100)))
+        inside.then(|| table + size * rng.below((cluster / size).min(100)))
     }
 
     fn flags(&mut self, rng: &mut Rng) {
@@ -158,6 +163,10 @@ impl Damaged {
         let value = self.anything(rng, word(&self.image, at));
         self.lossy = true;
         self.set("L2", at, value);
+        if entry_bytes(&self.image) == 16 && rng.chance(60) {
+            let old = word(&self.image, at + 8);
+            self.set("subclusters", at + 8, old ^ 1 << rng.below(64));
+        }
     }
 
     fn refcount_table(&mut self, rng: &mut Rng) {

@@ -1,7 +1,7 @@
 //! What in an image could do harm to data when a guest writes: found by a plain, slow walk that shares no code with the
 //! check. A leak or a flag that is missing is not among it.
 
-use crate::damage::{header, word};
+use crate::damage::{entry_bytes, header, word};
 use bedplate_qcow2::format::{
     COMPRESSED, COPIED, EntryCodec, Header, OFFSET_MASK, RefcountFormat, parse_table,
 };
@@ -14,6 +14,7 @@ pub fn danger(image: &Image) -> BTreeSet<String> {
     let header = header(image);
     let mut walk = Walk {
         cluster: 1 << header.cluster_bits,
+        entry_bytes: entry_bytes(image) as usize,
         codec: EntryCodec::new(header.geometry().expect("checked"), header.version),
         image,
         references: BTreeMap::new(),
@@ -40,6 +41,7 @@ pub fn danger(image: &Image) -> BTreeSet<String> {
 struct Walk<'a> {
     image: &'a Image,
     cluster: u64,
+    entry_bytes: usize,
     codec: EntryCodec,
     references: BTreeMap<u64, u64>,
     /// Where an active entry says that a cluster may be written in place.
@@ -76,7 +78,7 @@ impl Walk<'_> {
             if active && raw & COPIED != 0 {
                 self.writable.push((entry, table));
             }
-            for entry in (table..table + self.cluster).step_by(8) {
+            for entry in (table..table + self.cluster).step_by(self.entry_bytes) {
                 self.l2(entry, active);
             }
         }

@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 const EIO: i32 = 5;
 
 fn spec(rng: &mut Rng) -> Spec {
-    let mut spec = Spec::tiny(rng);
+    let mut spec = if rng.chance(25) { Spec::subclusters(rng) } else { Spec::tiny(rng) };
     spec.seeds.filled = 40 + rng.below(60);
     // Narrow counts can't hold what random damage needs.
     spec.refcount_bits = spec.refcount_bits.max(8);
@@ -34,7 +34,9 @@ fn content(bed: &Bed, image: &Image) -> Result<Option<(Vec<u8>, bool)>, String> 
     let mut image = image.clone();
     if bed.spec.version >= 3 {
         // A mark that a repair of leaks leaves would forbid to look.
-        image.write(79, &[0]);
+        let mut bits = [0];
+        image.read(79, &mut bits);
+        image.write(79, &[bits[0] & !3]);
     }
     let storage = SimStorage::from_image(image.clone(), SimOptions::default());
     let open = bed.open(storage, CacheMode::None).map_err(|e| format!("can't be opened: {e:#}"))?;
