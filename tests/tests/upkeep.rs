@@ -28,26 +28,26 @@ fn small(rng: &mut Rng) -> Spec {
 
 #[test]
 fn snapshots_of_any_image_hold_what_they_were_made_of() {
-    chores("snapshots", (150, 4000), Chores::SNAPSHOTS);
+    chores("snapshots", (60, 4000), Chores::SNAPSHOTS);
 }
 
 #[test]
 fn i6_a_power_cut_leaves_a_change_of_snapshots_done_or_not_begun() {
     let cut = Chores { spec: small, states: 250, steps: 10, write: 30, ..Chores::SNAPSHOTS };
-    let (.., states) = chores("snapshots and power cuts", (40, 600), cut);
-    assert!(states > 4000, "only {states} states");
+    let (.., states) = chores("snapshots and power cuts", (24, 600), cut);
+    assert!(states > 3000, "only {states} states");
 }
 
 #[test]
 fn snapshots_on_a_device_find_their_space_inside_it() {
     let device = Chores { device: true, ..Chores::SNAPSHOTS };
-    chores("snapshots on a device", (60, 600), device);
+    chores("snapshots on a device", (25, 600), device);
 }
 
 #[test]
 fn a_change_of_snapshots_that_fails_leaves_the_image_as_it_was() {
     let faults = Chores { faults: true, ..Chores::SNAPSHOTS };
-    let (_, failed, _) = chores("snapshots and faults", (80, 2000), faults);
+    let (_, failed, _) = chores("snapshots and faults", (50, 2000), faults);
     assert!(failed > 20, "only {failed} failed");
 }
 
@@ -62,43 +62,43 @@ fn naming_a_generation_before_it_is_durable_is_noticed() {
 
 #[test]
 fn disks_of_any_image_grow_and_shrink_and_new_space_reads_as_zeroes() {
-    chores("sizes", (120, 4000), Chores::SIZES);
+    chores("sizes", (50, 4000), Chores::SIZES);
 }
 
 #[test]
 fn i6_a_power_cut_leaves_the_old_size_or_the_new_one() {
     let cut = Chores { spec: small, states: 250, steps: 8, write: 30, ..Chores::SIZES };
-    let (.., states) = chores("sizes and power cuts", (30, 600), cut);
-    assert!(states > 4000, "only {states} states");
+    let (.., states) = chores("sizes and power cuts", (24, 600), cut);
+    assert!(states > 3000, "only {states} states");
 }
 
 #[test]
 fn sizes_on_a_device_are_bounded_by_it() {
-    chores("sizes on a device", (60, 600), Chores { device: true, ..Chores::SIZES });
+    chores("sizes on a device", (25, 600), Chores { device: true, ..Chores::SIZES });
 }
 
 #[test]
 fn a_change_of_the_size_that_fails_leaves_the_image_as_it_was() {
     let faults = Chores { faults: true, ..Chores::SIZES };
-    let (_, failed, _) = chores("sizes and faults", (80, 2000), faults);
+    let (_, failed, _) = chores("sizes and faults", (50, 2000), faults);
     assert!(failed > 20, "only {failed} failed");
 }
 
 #[test]
 fn a_bitmap_knows_of_every_change_of_any_image() {
-    chores("bitmaps", (150, 4000), Chores::BITMAPS);
+    chores("bitmaps", (50, 4000), Chores::BITMAPS);
 }
 
 #[test]
 fn after_a_power_cut_a_bitmap_knows_of_every_change_or_says_that_it_does_not() {
     let cut = Chores { spec: small, states: 300, steps: 12, ..Chores::BITMAPS };
-    let (.., states) = chores("bitmaps and power cuts", (60, 900), cut);
-    assert!(states > 5000, "only {states} states");
+    let (.., states) = chores("bitmaps and power cuts", (24, 900), cut);
+    assert!(states > 3000, "only {states} states");
 }
 
 #[test]
 fn a_change_of_a_bitmap_that_fails_is_told_and_harms_nothing() {
     let faults = Chores { faults: true, ..Chores::BITMAPS };
-    let (_, failed, _) = chores("bitmaps and faults", (80, 2000), faults);
+    let (_, failed, _) = chores("bitmaps and faults", (50, 2000), faults);
     assert!(failed > 20, "only {failed} failed");
 }

@@ -77,6 +77,7 @@ impl Chores {
         apply: 8,
         delete: 8,
         bitmap: 20,
+        resize: 15,
         steps: 20,
         ..Self::SNAPSHOTS
     };
@@ -319,6 +320,9 @@ impl Run {
                 let (size, fill) = self.random_size();
                 self.log.push(format!("resize to {size:#x}, preallocation {fill}"));
                 world.content.resize(size as usize, 0);
+                if let Some(base) = &mut world.base {
+                    base.resize(size as usize, 0);
+                }
                 Self::wait(seed, self.open.disk.resize(ByteLen::new(size), fill))?
             }
             Some(id) if what == What::Apply => {
@@ -347,7 +351,10 @@ impl Run {
                 let resized = world.content.len() != self.world().content.len();
                 self.worlds.push(world);
                 // A disk does not know that its image has gone back to another size.
-                if resized && what == What::Apply {
+                if self.open.qcow2.is_poisoned() {
+                    // It is done; what went wrong was the tidying after it.
+                    self.take_again()?;
+                } else if resized && what == What::Apply {
                     self.reopen()?;
                 }
             }
@@ -380,6 +387,7 @@ impl Run {
     fn failed(&mut self, e: &bedplate_types::Error, after: World) -> Result<(), String> {
         self.log.push(format!("failed: {e:#}"));
         self.done.failed += 1;
+        self.lost |= self.chores.faults;
         let expected = matches!(e.kind(), ErrorKind::Limit | ErrorKind::Unsupported);
         if !self.chores.faults && !expected {
             return Err(format!("a change failed: {e:#}"));
@@ -387,11 +395,7 @@ impl Run {
         let before = self.world().clone();
         self.worlds.push(before.clone());
         if self.open.qcow2.is_poisoned() {
-            (self.leaky, self.lost) = (true, true);
-            self.open = self
-                .bed
-                .open(self.storage.clone(), CacheMode::None)
-                .map_err(|e| format!("can't be opened after a failure: {e:#}"))?;
+            self.take_again()?;
             let image = self.storage.image();
             let seen = self.read()?;
             let bitmap = check_bitmap(&image, &seen, before.base.as_deref(), false);
@@ -399,6 +403,16 @@ impl Run {
                 *self.worlds.last_mut().expect("just pushed") = after;
             }
         }
+        Ok(())
+    }
+
+    /// Opens the image anew after it was poisoned.
+    fn take_again(&mut self) -> Result<(), String> {
+        (self.leaky, self.lost) = (true, true);
+        self.open = self
+            .bed
+            .open(self.storage.clone(), CacheMode::None)
+            .map_err(|e| format!("can't be opened after a failure: {e:#}"))?;
         Ok(())
     }
 

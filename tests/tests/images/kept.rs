@@ -2,9 +2,10 @@
 
 use crate::harness::{Folder, open, open_read_only, run, verify, write};
 use crate::tools::{assert_clean, content, create, have_qemu, peek, poke, qemu_img, qemu_io};
-use anyhow::{Result, ensure};
-use bedplate_tests::host;
-use bedplate_types::Format;
+use anyhow::{Context, Result, ensure};
+use bedplate_qcow2::format::{EXT_BITMAPS, Extension, Header};
+use bedplate_tests::{host, paths};
+use bedplate_types::{Format, HostOffset};
 use std::path::Path;
 
 const SIZE: u64 = 4 << 20;
@@ -103,6 +104,70 @@ fn unknown_extensions_and_fields_are_kept_byte_for_byte() -> Result<()> {
     expected[88] = 0;
     let at = expected.iter().zip(&after).position(|(a, b)| a != b);
     ensure!(at.is_none(), "byte {at:?} of the first cluster has changed");
+    Ok(())
+}
+
+/// What a header holds that Bedplate gives no meaning to.
+fn strange(image: &Path) -> Result<(Vec<(u32, Vec<u8>)>, Vec<u8>, u64)> {
+    let header = Header::parse(&std::fs::read(image)?[..65536])?;
+    let known = [EXT_BITMAPS];
+    let extensions = header.extensions.into_iter().filter(|e| !known.contains(&e.id));
+    let all = extensions.map(|e| (e.id, e.data)).collect();
+    Ok((all, header.unknown_fields, header.compatible))
+}
+
+#[test]
+fn every_change_of_the_header_keeps_what_it_does_not_know() -> Result<()> {
+    if !have_qemu("every_change_of_the_header_keeps_what_it_does_not_know") {
+        return Ok(());
+    }
+    let folder = Folder::new()?;
+    let (base, image) = (folder.path("base.raw"), folder.path("image.qcow2"));
+    std::fs::write(&base, vec![3; SIZE as usize])?;
+    crate::tools::create_over(&image, "lazy_refcounts=on", SIZE, (&base, Format::Raw))?;
+    // A header of the future: longer, with three strange extensions, one as long as sectors, and the name far behind.
+    let mut header = Header::parse(&std::fs::read(&image)?[..65536])?;
+    header.header_length += 24;
+    header.unknown_fields.extend((0..24).map(|n| 0xa0 + n));
+    header.compatible |= 1 << 61;
+    for (id, len) in [(0x1234_5678, 13), (0x1234_5678, 700), (0x0bad_cafe, 0)] {
+        header.extensions.push(Extension { id, data: (0..len).map(|n| n as u8).collect() });
+    }
+    header.backing_file.as_mut().context("a backing file")?.offset = HostOffset::ZERO;
+    let mut bytes = header.encode()?;
+    bytes.resize(65536, 0);
+    poke(&image, 0, &bytes)?;
+    let before = strange(&image)?;
+    ensure!(before.0.len() == 5, "{:?}", before.0);
+    let commands: [&[&str]; 9] = [
+        &["snapshot", "-c", "one", "IMAGE"],
+        &["resize", "--allow-backing", "IMAGE", "+64M"],
+        &["bitmap", "--add", "IMAGE", "kept"],
+        &["bitmap", "--add", "IMAGE", "other"],
+        &["bitmap", "--remove", "--add", "--clear", "--disable", "IMAGE", "kept"],
+        &["bitmap", "--remove", "IMAGE", "kept"],
+        &["bitmap", "--remove", "IMAGE", "other"],
+        &["snapshot", "-a", "one", "IMAGE"],
+        &["snapshot", "-d", "one", "IMAGE"],
+    ];
+    let chain = [(&*image, Format::Qcow2), (&*base, Format::Raw)];
+    for command in commands {
+        let words: Vec<&str> =
+            command.iter().map(|w| if *w == "IMAGE" { "image.qcow2" } else { *w }).collect();
+        let mut tool = host::program(&paths::bedplate()?);
+        host::run(tool.args(&words).current_dir(image.parent().context("a folder")?))?;
+        ensure!(strange(&image)? == before, "{command:?} changed what it does not know");
+        run(async || {
+            let disk = crate::harness::open_chain(&chain, false).await?;
+            write(&disk, 1 << 20, &[7; 70_000]).await?;
+            Ok(disk.close().await?)
+        })?;
+        ensure!(strange(&image)? == before, "a write after {command:?} changed it");
+        assert_clean(&image)?;
+        let mut expected = vec![3; SIZE as usize];
+        expected[1 << 20..(1 << 20) + 70_000].fill(7);
+        ensure!(content(&image, Format::Qcow2)?[..SIZE as usize] == expected, "{command:?}");
+    }
     Ok(())
 }
 

@@ -80,10 +80,19 @@ impl<S: Storage> Qcow2<S> {
         };
         self.replace_directory(old.as_ref(), &directory).await?;
         self.space.note_freed(dropped);
-        self.write_everything().await?;
-        let list = find_bitmaps(&self.storage, &self.header(), self.tables.geo).await?;
-        self.bitmaps.install(list);
+        // What is recorded where is another thing now; with the old list, bits would be stored in the wrong place.
+        let list = find_bitmaps(&self.storage, &self.header(), self.tables.geo).await;
+        self.bitmaps.install(list.map_err(|e| self.poison(e))?);
+        self.free_dropped().await;
         Ok(())
+    }
+
+    /// Frees what a change that is made has dropped. It only helps: what can't be done now is done at the close.
+    pub(crate) async fn free_dropped(&self) {
+        if let Err(e) = self.write_everything().await {
+            let name = self.storage.name();
+            tracing::warn!("cannot free what is not needed any more in '{name}': {e:#}");
+        }
     }
 
     fn no_such_bitmap(&self, name: &[u8]) -> Error {
@@ -187,7 +196,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Writes bytes to new clusters that follow each other, and counts them.
-    async fn write_run(&self, mut bytes: Vec<u8>) -> Result<HostOffset> {
+    pub(super) async fn write_run(&self, mut bytes: Vec<u8>) -> Result<HostOffset> {
         let cluster = self.tables.cluster();
         let clusters = (bytes.len() as u64).div_ceil(cluster);
         bytes.resize((clusters * cluster) as usize, 0);
@@ -218,7 +227,11 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Writes a directory to a new place and makes the header name it.
-    async fn replace_directory(&self, old: Option<&Directory>, new: &Directory) -> Result<()> {
+    pub(super) async fn replace_directory(
+        &self,
+        old: Option<&Directory>,
+        new: &Directory,
+    ) -> Result<()> {
         let bytes = new.bytes();
         // Whether the header has room for it shows before anything is written.
         let probe = new.extension(HostOffset::ZERO)?;

@@ -12,6 +12,7 @@
 mod change;
 mod directory;
 mod header;
+mod resize;
 mod store;
 
 pub use change::BitmapChange;

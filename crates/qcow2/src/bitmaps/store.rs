@@ -14,7 +14,7 @@ use bedplate_types::{Error, ErrorKind, HostOffset, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The bitmap can't be trusted.
-const IN_USE: u32 = 1;
+pub(super) const IN_USE: u32 = 1;
 /// Bytes of bits read or written at once.
 const PIECE_BYTES: usize = 4 << 20;
 

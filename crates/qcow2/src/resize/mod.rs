@@ -59,6 +59,7 @@ impl<S: Storage> Qcow2<S> {
             return Ok(());
         }
         self.check_resize(old, size, fill)?;
+        self.check_bitmaps_follow().await?;
         let mut plan = Plan { old, new: size, fills: Vec::new() };
         if size > old {
             self.clear_tail(below, old, fill != Preallocation::Off).await?;
@@ -101,7 +102,29 @@ impl<S: Storage> Qcow2<S> {
 
     async fn rearrange(&self, plan: &Plan) -> Result<()> {
         let _all = self.ranges.exclusive(0, u64::MAX).await;
-        self.next_generation(async |generation| tables::rearrange(generation, plan).await).await
+        let mut suspended = None;
+        let made = self
+            .next_generation(async |generation| {
+                if plan.old != plan.new && self.has_bitmaps() {
+                    suspended = Some(self.suspend_bitmaps().await?);
+                }
+                tables::rearrange(generation, plan).await
+            })
+            .await;
+        if suspended.is_some()
+            && !self.is_poisoned()
+            && let Err(e) = self.resume_bitmaps(plan.old).await
+        {
+            // The size is what it is; they stay marked, so nobody trusts them.
+            let name = self.storage.name();
+            tracing::warn!("the persistent bitmaps of '{name}' could not follow its size: {e:#}");
+        }
+        let suspended = suspended.take().is_some();
+        made?;
+        if suspended {
+            self.free_dropped().await;
+        }
+        Ok(())
     }
 
     fn check_resize(&self, old: ByteLen, new: ByteLen, fill: Preallocation) -> Result<()> {
@@ -121,15 +144,6 @@ impl<S: Storage> Qcow2<S> {
         }
         if new <= old && fill != Preallocation::Off {
             return invalid("space can only be taken ahead for what a disk grows by".into());
-        }
-        if self.has_bitmaps() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "the size of '{name}' can't be changed while it has persistent bitmaps; remove them first with \
-                     'bedplate bitmap --remove'"
-                ),
-            ));
         }
         let header = self.header();
         if header.version == 2 && header.nb_snapshots > 0 {
