@@ -102,5 +102,5 @@ fn i11_a_guest_verifies_its_writes_through_kills_of_the_server() -> Result<()> {
 #[ignore = "takes minutes"]
 fn i11_a_guest_verifies_its_writes_through_twenty_four_kills_of_the_server() -> Result<()> {
     let test = "i11_a_guest_verifies_its_writes_through_twenty_four_kills_of_the_server";
-    survive(test, &Run { passes: 6, step: 20, kills_a_pass: 4, seed: 0x20 })
+    survive(test, &Run { passes: 6, step: 4, kills_a_pass: 4, seed: 0x20 })
 }
