@@ -12,6 +12,8 @@ fn survive(name: &str, profile: Profile, runs: u64) -> Kills {
         all.needed += run.needed;
         all.busy += run.busy;
         all.refused += run.refused;
+        all.between += run.between;
+        all.snapshots += run.snapshots;
         Ok(())
     });
     println!("{name}: {all:?}");
@@ -48,26 +50,27 @@ const RARE_FLUSHES: Profile = Profile { flush: 4, fua: 1, maintain: 3, ..Profile
 
 #[test]
 fn i11_what_was_completed_survives_kills_of_the_program() {
-    let kills = survive("mixed work", RARE_FLUSHES, 120);
-    assert!(kills.refused > 0, "no journal was met after a power cut: {kills:?}");
+    let kills = survive("mixed work", RARE_FLUSHES, 300);
+    let seen = kills.refused.min(kills.between).min(kills.snapshots);
+    assert!(seen > 0, "something did not come up: {kills:?}");
 }
 
 #[test]
 fn i11_with_more_metadata_than_the_caches_hold() {
     let wide = Profile { spec: Spec::wide, area: 1 << 21, ..RARE_FLUSHES };
-    survive("small caches", wide, 12);
+    survive("small caches", wide, 40);
 }
 
 #[test]
 fn i11_with_copies_of_shared_and_compressed_clusters() {
-    survive("snapshots", Profile { spec: shared, ..RARE_FLUSHES }, 40);
-    survive("backing files", Profile { spec: backed, ..RARE_FLUSHES }, 30);
+    survive("snapshots", Profile { spec: shared, ..RARE_FLUSHES }, 100);
+    survive("backing files", Profile { spec: backed, ..RARE_FLUSHES }, 80);
 }
 
 #[test]
 fn i11_with_growing_and_with_lazy_refcounts() {
-    survive("growing refcounts", Profile { spec: growing, write: 75, ..RARE_FLUSHES }, 30);
-    survive("lazy refcounts", Profile { spec: lazy, ..RARE_FLUSHES }, 40);
+    survive("growing refcounts", Profile { spec: growing, write: 75, ..RARE_FLUSHES }, 80);
+    survive("lazy refcounts", Profile { spec: lazy, ..RARE_FLUSHES }, 100);
 }
 
 #[test]

@@ -5,14 +5,17 @@ use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
 use crate::oracle::{Allowed, Oracle, Time};
 use crate::spec::Spec;
 use crate::workload::{Profile, Shared, random_limits, step};
-use bedplate_qcow2::{JournalOwner, JournalStart, read_header};
+use bedplate_qcow2::{
+    JournalOwner, JournalStart, NewSnapshot, OpenOptions, Qcow2, SnapshotRef, read_header,
+};
 use bedplate_sim::exec::{Pool, block_on};
 use bedplate_sim::{DiscardMode, Image, Rng, SimOptions, SimStorage};
 use bedplate_storage::{SharedWords, Storage};
-use bedplate_types::{CacheMode, ErrorKind};
+use bedplate_types::{ByteLen, CacheMode, ErrorKind};
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::time::Duration;
 
 /// What came up in a run.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,6 +28,10 @@ pub struct Kills {
     pub busy: u64,
     /// Times that a journal was refused after a power cut.
     pub refused: u64,
+    /// Kills while an image was being opened or closed.
+    pub between: u64,
+    /// Snapshots made, applied and deleted.
+    pub snapshots: u64,
 }
 
 const OWNER: JournalOwner = JournalOwner { boot: [1, 2], file: [3, 4, 5, 6] };
@@ -49,6 +56,8 @@ struct Run {
     memory: Arc<dyn SharedWords>,
     rng: Rng,
     stats: Kills,
+    /// There is a snapshot that was made here.
+    kept: bool,
 }
 
 /// What one process did before it was killed.
@@ -63,10 +72,60 @@ impl Run {
         JournalStart { memory: self.memory.clone(), owner, nonce: self.rng.next_u64(), discard }
     }
 
+    /// Opens the disk; sometimes a process or two are killed over it.
     fn open(&mut self) -> Result<Open, String> {
+        while self.rng.chance(25) {
+            let start = self.start(OWNER, false);
+            let options = OpenOptions {
+                journal: Some(start),
+                l2_cache: ByteLen::new(self.bed.spec.l2_cache),
+                refcount_cache: ByteLen::new(self.bed.spec.refcount_cache),
+                ..OpenOptions::default()
+            };
+            let storage = self.storage.clone();
+            let opening = async move {
+                // What is wrong comes up again in the opening that counts.
+                drop(Qcow2::open(storage, &options).await);
+            };
+            let polls = self.rng.below(60);
+            self.kill_within(polls, opening)?;
+        }
         let start = self.start(OWNER, false);
         let opened = self.bed.open_with(self.storage.clone(), CacheMode::None, Some(start));
         opened.map_err(|e| format!("can't be opened: {e:#}"))
+    }
+
+    /// Polls something and kills its process.
+    fn kill_within(&mut self, polls: u64, work: impl Future<Output = ()>) -> Result<(), String> {
+        {
+            let mut pool = Pool::new(self.rng.next_u64());
+            pool.spawn(work);
+            (0..polls).take_while(|_| pool.step()).for_each(drop);
+            self.stats.between += pool.unfinished() as u64;
+        }
+        self.last_requests()
+    }
+
+    /// Makes, applies or deletes a snapshot, which replaces much of the metadata; or one is there already.
+    fn snapshot(&mut self, open: &Open) -> Result<(), String> {
+        if self.bed.spec.seeds.snapshots > 0 || !self.rng.chance(25) {
+            return Ok(());
+        }
+        let new = NewSnapshot { name: b"s", date: Duration::ZERO };
+        let which = SnapshotRef::Name(b"s");
+        let result = if self.kept {
+            block_on(open.qcow2.delete_snapshot(which))
+        } else {
+            block_on(open.qcow2.create_snapshot(&new)).map(drop)
+        };
+        match result {
+            Ok(()) => self.kept = !self.kept,
+            // Refcounts of one bit can't count them.
+            Err(e) if e.kind() == ErrorKind::Limit => return Ok(()),
+            Err(e) => return Err(format!("snapshot: {e:#}")),
+        }
+        self.stats.snapshots += 1;
+        Ok(())
     }
 
     /// Works on an open disk until it is killed.
@@ -202,13 +261,16 @@ impl Run {
     }
 }
 
+/// Compares images piece by piece: files are long where space was taken ahead.
 fn same(a: &Image, b: &Image) -> bool {
-    let bytes = |image: &Image| {
-        let mut all = vec![0; image.len() as usize];
-        image.read(0, &mut all);
-        all
-    };
-    bytes(a) == bytes(b)
+    const PIECE: usize = 64 << 10;
+    let (mut one, mut other) = (vec![0; PIECE], vec![0; PIECE]);
+    a.len() == b.len()
+        && (0..a.len()).step_by(PIECE).all(|at| {
+            a.read(at, &mut one);
+            b.read(at, &mut other);
+            one == other
+        })
 }
 
 /// Runs work of `profile` through up to `kills` kills, then closes the image.
@@ -224,12 +286,13 @@ pub fn survive_kills(seed: u64, profile: Profile, kills: u64) -> Result<Kills, S
     let bed = Bed::new(spec, &mut rng);
     let memory = memory(&bed.spec, &mut rng);
     let storage = SimStorage::from_image(bed.image.clone(), SimOptions::default());
-    let mut run = Run { bed, profile, storage, memory, rng, stats: Kills::default() };
+    let mut run = Run { bed, profile, storage, memory, rng, stats: Kills::default(), kept: false };
     let options = run.options();
     run.storage = SimStorage::from_image(run.bed.image.clone(), options);
     let mut content = run.bed.content.clone();
     for _ in 0..1 + run.rng.below(kills) {
         let open = run.open()?;
+        run.snapshot(&open)?;
         let life = run.live(&open, &content)?;
         drop(open);
         run.stats.kills += 1;
@@ -254,6 +317,11 @@ pub fn survive_kills(seed: u64, profile: Profile, kills: u64) -> Result<Kills, S
 
 /// The image is closed: clean, without leaks, and as any other image.
 fn finish(mut run: Run, content: &[u8]) -> Result<Kills, String> {
+    while run.rng.chance(40) {
+        let open = run.open()?;
+        let polls = run.rng.below(60);
+        run.kill_within(polls, async { drop(open.disk.close().await) })?;
+    }
     let open = run.open()?;
     block_on(open.disk.close()).map_err(|e| format!("closing: {e:#}"))?;
     check_image(&run.storage.image(), false).map_err(|e| format!("at the end: {e}"))?;
