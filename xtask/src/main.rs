@@ -4,6 +4,7 @@
 
 mod bench;
 mod demo;
+mod fuzz;
 mod licences;
 mod report;
 mod setup;
@@ -18,6 +19,9 @@ cargo xtask COMMAND
   demo             build Bedplate, boot a Linux VM from a qcow2 disk that it serves, check the result
   test [--soak]    formatting, lints, documentation, licences, and all tests (with --soak the long ones too)
   bench [--quick]  measure against the bare device and QEMU's storage daemon (needs root for zram)
+  fuzz [TARGET] [--seconds N]
+                   feed hostile images to the engine (open, work, check; each N seconds, 60 by default); a finding is kept in
+                   fuzz/artifacts, and what is new in target/fuzz/corpus
   setup            only install and prepare what these need
 
 Missing Debian packages are installed when this runs as root; otherwise what is missing is named.";
@@ -40,6 +44,7 @@ fn run() -> Result<ExitCode> {
         ["test", "--soak"] => test::run(true),
         ["bench"] => bench::run(false).map(|()| ExitCode::SUCCESS),
         ["bench", "--quick"] => bench::run(true).map(|()| ExitCode::SUCCESS),
+        ["fuzz", rest @ ..] => fuzz::run(rest),
         ["setup"] => setup::run().map(|()| ExitCode::SUCCESS),
         [] | ["help" | "-h" | "--help"] => {
             println!("{USAGE}");

@@ -3,7 +3,7 @@
 //! The table is kept in chunks that are made when first needed, so that it grows up to the format's limit while it is
 //! in use: nothing ever moves, and a look-up costs one load more than in a flat table.
 
-use crate::format::{ENTRY_BYTES, EntryCodec, Geometry, OFFSET_MASK};
+use crate::format::{COPIED, ENTRY_BYTES, EntryCodec, Geometry, OFFSET_MASK};
 use crate::slice::{Slice, SliceId};
 use arc_swap::ArcSwapOption;
 use bedplate_types::{ByteLen, GuestOffset, HostOffset, limits};
@@ -92,6 +92,8 @@ impl Tables {
     }
 
     pub(crate) fn set_l1(&self, index: u32, word: u64) {
+        // A flag without a table means nothing, and an entry without a table is zero everywhere here.
+        let word = if word & !COPIED == 0 { 0 } else { word };
         let Some(cell) = self.chunks.get(index as usize / CHUNK) else { return };
         if word == 0 && cell.get().is_none() {
             return;

@@ -14,6 +14,7 @@
 mod bed;
 mod dirty;
 mod examine;
+pub mod fuzz;
 mod kill;
 mod maker;
 mod oracle;
