@@ -277,11 +277,11 @@ impl<S: Storage> Qcow2<S> {
         if self.is_lazy() {
             return Ok(());
         }
+        // Space that is used again may still be counted, in the file, for what lay there before.
         match self.stored_count(cluster).await? {
-            0 => self.space.set_count(&mut self.space.state(), cluster, 1),
             1 => Ok(()),
-            _ if alone => Err(self.stale("space of theirs is shared in the image")),
-            _ => Ok(()),
+            count if count > 1 && !alone => Ok(()),
+            _ => self.space.set_count(&mut self.space.state(), cluster, 1),
         }
     }
 
@@ -291,8 +291,10 @@ impl<S: Storage> Qcow2<S> {
         if self.is_lazy() {
             return Ok(());
         }
-        let count = self.stored_count(cluster).await?;
-        self.space.set_count(&mut self.space.state(), cluster, count.saturating_add(1))
+        let count = self.stored_count(cluster).await?.saturating_add(1);
+        // It has no more references than can be counted.
+        let count = count.min(self.space.counts.max());
+        self.space.set_count(&mut self.space.state(), cluster, count)
     }
 
     /// The refcount of a cluster, whose block is in memory afterwards.
