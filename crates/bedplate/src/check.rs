@@ -58,7 +58,7 @@ Examples:
   bedplate check disk.qcow2
   bedplate check -r leaks disk.qcow2")]
 pub struct CheckArgs {
-    /// The image's format: raw or qcow2 [default: told by the extension]
+    /// The image's format: qcow2 [default: qcow2, unless the extension tells raw]
     #[arg(short, long = "format", value_name = "FMT")]
     format: Option<Format>,
     /// Repair what is wrong

@@ -19,7 +19,8 @@ pub async fn check(
     repair: Option<Repair>,
     options: CheckOptions,
 ) -> Result<CheckReport> {
-    if format_of(path, format)? == Format::Raw {
+    // Only qcow2 can be checked, so that is the format unless something else is stated or told by the extension.
+    if matches!(format_of(path, format), Ok(Format::Raw)) {
         return Err(Error::new(
             ErrorKind::Unsupported,
             format!(

@@ -44,7 +44,12 @@ fn json_and_exit_codes_are_qemu_imgs() -> Result<()> {
 fn raw_images_cannot_be_checked() -> Result<()> {
     let bench = Bench::new()?;
     bench.run(&["create", "a.raw", "1M"])?.ok()?;
-    bench.refuses(&["check", "a.raw"], 63, &["a.raw", "raw image"])
+    bench.refuses(&["check", "a.raw"], 63, &["a.raw", "raw image"])?;
+    // A name that tells nothing is that of a qcow2 image, as nothing else can be checked.
+    bench.run(&["create", "-f", "qcow2", "b", "1M"])?.ok()?;
+    bench.run(&["check", "b"])?.ok()?;
+    std::fs::copy(bench.path("a.raw"), bench.path("c"))?;
+    bench.refuses(&["check", "c"], 1, &["not a qcow2 image"])
 }
 
 #[test]
