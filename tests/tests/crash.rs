@@ -154,6 +154,22 @@ fn i2_i6_subclusters_are_mapped_one_by_one() {
 }
 
 #[test]
+fn i2_i6_encrypted_space_is_written_whole_before_it_is_mapped() {
+    let profile = Profile { spec: Spec::encrypted, compressed: 0, ..Profile::MIXED };
+    let budget = Budget { points: 15, states: 4, use_one_in: 20, qemu_one_in: 0 };
+    let mut states = 0;
+    for_seeds("encrypted", seeds(12, 200), |seed| {
+        let run = record(seed, profile, None)?;
+        if let Some(trouble) = run.troubles.first() {
+            return Err(format!("{} failed: {:#}", trouble.what, trouble.error));
+        }
+        states += examine(&run, seed, budget).map_err(|v| v.to_string())?;
+        Ok(())
+    });
+    assert!(states >= 300, "only {states} states");
+}
+
+#[test]
 fn i1_i2_compressed_clusters_share_space_and_are_counted_before_they_are_mapped() {
     // Refused ones, over clusters that hold something, prove nothing.
     let packed = |seed| {

@@ -1,7 +1,7 @@
 //! Random operations on qcow2 disks of all kinds, against a byte array.
 
 use bedplate_model::plain::{Options, run, run_on};
-use bedplate_model::{for_seeds, qemu, seeds};
+use bedplate_model::{Bed, Spec, for_seeds, qemu, seeds};
 use bedplate_sim::Rng;
 use bedplate_tests::skip;
 
@@ -56,5 +56,15 @@ fn images_made_by_qemu_read_like_a_byte_array() {
 fn images_on_devices_of_a_fixed_length_read_like_a_byte_array() {
     for_seeds("sequence on a device", seeds(500, 2_000), |seed| {
         run(seed, Options { device: true, ..Options::default() }).map(drop)
+    });
+}
+
+#[test]
+fn encrypted_images_read_like_a_byte_array() {
+    for_seeds("sequence on an encrypted image", seeds(60, 500), |seed| {
+        let mut rng = Rng::new(seed);
+        let bed = Bed::new(Spec::encrypted(&mut rng), &mut rng);
+        // A check by qemu-img would ask for the passphrase.
+        run_on(bed, rng, Options { faults: seed % 4 == 0, ..Options::default() }).map(drop)
     });
 }

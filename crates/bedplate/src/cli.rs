@@ -77,6 +77,10 @@ Limits:
   qcow2: bytes of a refcount table         {reftable} MiB
   qcow2: internal snapshots                {snapshots}, in a table of {table} MiB
   qcow2: memory for a persistent bitmap    {bitmap} MiB
+  LUKS: bytes of the header with its keys  {luks} MiB
+  LUKS: rounds of derivation of all keys   {rounds} million
+  LUKS: bytes of a passphrase              {pass} KiB
+  LUKS: passphrases of a command           {passes}
   vhost-user: queues of an export          {queues}
   vhost-user: entries of a queue           {queue_size}
   vhost-user: segments of a request        {segments}
@@ -94,6 +98,10 @@ Limits:
         snapshots = limits::MAX_SNAPSHOTS,
         table = mib(limits::MAX_SNAPSHOT_TABLE_BYTES),
         bitmap = mib(limits::MAX_BITMAP_BYTES),
+        luks = mib(limits::MAX_LUKS_BYTES),
+        rounds = limits::MAX_LUKS_ITERATIONS / 1_000_000,
+        pass = limits::MAX_PASSPHRASE_BYTES >> 10,
+        passes = limits::MAX_PASSPHRASES,
         queues = limits::MAX_QUEUES,
         queue_size = limits::MAX_QUEUE_SIZE,
         segments = limits::MAX_SEGMENTS,

@@ -1,6 +1,7 @@
 //! `bedplate create`.
 
 use crate::failure::Failure;
+use crate::keys::KeyArgs;
 use crate::{cli, output};
 use bedplate_image::{Backing, CreateOptions, create, format_of, human_size};
 use bedplate_runtime::{Config, Runtime};
@@ -33,6 +34,8 @@ pub struct CreateArgs {
     /// Do not look at the backing file; SIZE must be given then
     #[arg(short = 'u', long)]
     unsafe_backing: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
     /// Print nothing
     #[arg(short, long)]
     quiet: bool,
@@ -55,6 +58,11 @@ Options of qcow2 (-o):
   compression_type=TYPE   zlib or zstd [default: zlib]
   backing_file=FILE       as -b; at most {name} bytes
   backing_fmt=FMT         as -F
+  encrypt.format=luks     encrypt the data; the passphrase comes with --key-file or --key-fd
+  encrypt.cipher-alg=ALG  aes-256 or aes-128, in XTS mode [default: aes-256]
+  encrypt.ivgen-alg=ALG   plain64 or plain [default: plain64]
+  encrypt.hash-alg=HASH   of key derivation: sha256, sha512 or sha1 [default: sha256]
+  encrypt.iter-time=MS    milliseconds that trying a passphrase takes on this host [default: 2000]
 Options of raw and qcow2 (-o):
   size=SIZE               as SIZE
   preallocation=MODE      the space that is taken at once [default: off]:
@@ -68,7 +76,8 @@ Examples:
   bedplate create disk.qcow2 20G
   bedplate create -f raw -o preallocation=falloc disk.raw 20G
   bedplate create -o preallocation=prepared disk.qcow2 20G
-  bedplate create -b base.qcow2 -F qcow2 clone.qcow2",
+  bedplate create -b base.qcow2 -F qcow2 clone.qcow2
+  bedplate create -o encrypt.format=luks --key-file disk.key disk.qcow2 20G",
         name = limits::MAX_BACKING_NAME
     )
 }
@@ -82,6 +91,7 @@ pub fn run(args: CreateArgs) -> Result<ExitCode, Failure> {
     if let Some(size) = args.size {
         options.size = Some(size);
     }
+    options.passphrase = args.keys.read_one()?;
     if let Some(name) = args.backing {
         options.backing.get_or_insert_with(Backing::default).name = name;
     }

@@ -12,6 +12,7 @@ mod cli;
 mod create;
 mod failure;
 mod info;
+mod keys;
 mod map;
 mod output;
 mod qemu_io;

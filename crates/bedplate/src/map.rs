@@ -55,6 +55,7 @@ pub fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
         allow_backing: args.allow_backing,
         backing_format: args.backing_format,
         force_share: args.force_share,
+        metadata_only: true,
         ..ChainOptions::default()
     };
     let runtime = Runtime::new(Config::default())?;

@@ -1,6 +1,7 @@
 //! `bedplate resize`.
 
 use crate::failure::Failure;
+use crate::keys::KeyArgs;
 use crate::output;
 use bedplate_image::{NewSize, ResizeOptions, resize};
 use bedplate_runtime::{Config, Runtime};
@@ -42,6 +43,8 @@ pub struct ResizeArgs {
     /// The format of backing files whose overlay does not state it
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<Format>,
+    #[command(flatten)]
+    keys: KeyArgs,
     /// Print nothing
     #[arg(short, long)]
     quiet: bool,
@@ -75,6 +78,7 @@ pub fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
         preallocation: args.preallocation,
         allow_backing: args.allow_backing,
         backing_format: args.backing_format,
+        passphrases: args.keys.read()?,
     };
     let runtime = Runtime::new(Config::default())?;
     runtime.block_on(resize(&args.file, &options))?;

@@ -2,6 +2,7 @@
 
 use crate::attach::{Attach, ways};
 use crate::failure::Failure;
+use crate::keys::KeyArgs;
 use crate::output::OutputArgs;
 use crate::{cli, output};
 use bedplate_image::{ChainOptions, StateDir, human_size};
@@ -89,6 +90,8 @@ pub struct ServeArgs {
     /// Lose what a killed server of this image left, where it can't be taken up or is not wanted
     #[arg(long, conflicts_with = "read_only")]
     discard_state: bool,
+    #[command(flatten)]
+    keys: KeyArgs,
     #[command(flatten)]
     output: OutputArgs,
 }
@@ -207,6 +210,8 @@ fn open(args: &ServeArgs) -> bedplate_types::Result<Daemon> {
         l2_cache: args.l2_cache_size,
         state: args.state_dir.clone(),
         discard_state: args.discard_state,
+        passphrases: args.keys.read()?,
+        metadata_only: false,
     };
     Daemon::open(Path::new(&args.file), &options)
 }

@@ -74,7 +74,8 @@ impl<S: Storage> Disk<S> {
                     Mapping::Data { host, len, .. } => {
                         // A cluster can lie in a hole of its file.
                         let extent = image.storage().extent(host, len).await?;
-                        let (zero, len) = (!extent.data, extent.len.min(len));
+                        let zero = !extent.data && !image.is_encrypted();
+                        let len = extent.len.min(len);
                         let offset = Some(host);
                         return Ok(MapRun { len, present: true, zero, data: true, offset, ..run });
                     }

@@ -26,7 +26,9 @@ pub async fn change_bitmap(
         ));
     }
     let storage = FileStorage::open(&FileOptions::new(path).cache(CacheMode::Writeback))?;
-    let image = Qcow2::open(storage, &OpenOptions::default()).await?;
+    let image =
+        Qcow2::open(storage, &OpenOptions { metadata_only: true, ..OpenOptions::default() })
+            .await?;
     for change in changes {
         image.change_bitmap(name, *change).await.context(|| {
             let what = match change {

@@ -7,7 +7,7 @@ use crate::name::{format_of, resolve_backing};
 use crate::state::{StateDir, left_behind, open_state, refuse_left_behind};
 use bedplate_disk::{Disk, Layer};
 use bedplate_qcow2::format::{Header, check_supported, printable};
-use bedplate_qcow2::{OpenOptions as Qcow2Options, Qcow2, holds_changes, read_header};
+use bedplate_qcow2::{OpenOptions as Qcow2Options, Passphrase, Qcow2, holds_changes, read_header};
 use bedplate_storage::{FileStorage, LockMode, OpenOptions, StateFile, Storage};
 use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, Format, Result, ResultExt, limits};
 use std::collections::HashSet;
@@ -36,6 +36,10 @@ pub struct ChainOptions {
     pub state: StateDir,
     /// Lose what a killed process left there, instead of taking it up.
     pub discard_state: bool,
+    /// What may open encrypted images: each is tried on each.
+    pub passphrases: Vec<Passphrase>,
+    /// Only metadata will be used: encrypted images are opened without their keys.
+    pub metadata_only: bool,
 }
 
 /// One image of an open chain.
@@ -179,13 +183,22 @@ pub async fn open_chain(path: &Path, options: &ChainOptions) -> Result<OpenedDis
     Ok(OpenedDisk { disk: Arc::new(disk), layers, state })
 }
 
+fn qcow2_options(options: &ChainOptions, read_only: bool) -> Qcow2Options {
+    Qcow2Options {
+        read_only,
+        passphrases: options.passphrases.clone(),
+        metadata_only: options.metadata_only,
+        ..Qcow2Options::default()
+    }
+}
+
 /// Opens the qcow2 image on top, with its state where there is to be one.
 async fn open_top(
     path: &Path,
     storage: FileStorage,
     options: &ChainOptions,
 ) -> Result<(Qcow2<FileStorage>, Option<Arc<StateFile>>)> {
-    let mut how = Qcow2Options { read_only: options.read_only, ..Qcow2Options::default() };
+    let mut how = qcow2_options(options, options.read_only);
     if let Some(bytes) = options.l2_cache {
         how.l2_cache = bytes;
     }
@@ -292,7 +305,7 @@ async fn open_below(
     if layer.format == Format::Raw {
         return Ok((Layer::Raw(Arc::new(storage)), None));
     }
-    let how = Qcow2Options { read_only: true, ..Qcow2Options::default() };
+    let how = qcow2_options(options, true);
     let image = Qcow2::open(storage, &how).await?;
     let header = image.header();
     Ok((Layer::Qcow2(Arc::new(image)), Some(header)))

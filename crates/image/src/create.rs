@@ -4,9 +4,10 @@
 //! removed again when something fails, and one that another program uses is not touched.
 
 use crate::chain::cannot_find;
+use crate::encryption::NewEncryption;
 use crate::name::resolve_backing;
 use bedplate_qcow2::format::{CompressionType, NewImage};
-use bedplate_qcow2::{OpenOptions as Qcow2Options, Qcow2, read_header};
+use bedplate_qcow2::{OpenOptions as Qcow2Options, Passphrase, Qcow2, read_header};
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
 use bedplate_storage::{FileStorage, OpenOptions, Storage, ZeroMode, take_space};
 use bedplate_types::{
@@ -42,8 +43,12 @@ pub struct CreateOptions {
     pub preallocation: Preallocation,
     /// The backing file.
     pub backing: Option<Backing>,
-    /// What the image is like, for qcow2. Its size and backing file are ignored.
+    /// What the image is like, for qcow2. Its size, backing file and encryption are ignored.
     pub qcow2: NewImage,
+    /// The encryption, for qcow2.
+    pub encryption: NewEncryption,
+    /// The passphrase of the encryption.
+    pub passphrase: Option<Passphrase>,
 }
 
 /// What was created.
@@ -75,6 +80,8 @@ impl CreateOptions {
             preallocation: Preallocation::Off,
             backing: None,
             qcow2: NewImage::default(),
+            encryption: NewEncryption::default(),
+            passphrase: None,
         }
     }
 
@@ -107,6 +114,9 @@ impl CreateOptions {
     }
 
     fn set_qcow2(&mut self, key: &str, value: &str) -> Result<()> {
+        if self.encryption.set(key, value)? {
+            return Ok(());
+        }
         let new = &mut self.qcow2;
         match key {
             "cluster_size" => new.cluster_size = parse_size(value)?.get(),
@@ -143,7 +153,7 @@ impl CreateOptions {
                 self.backing.get_or_insert_default().format = Some(value.parse()?);
             }
             "extended_l2" => new.extended_l2 = on_off(key, value)?,
-            "data_file" | "data_file_raw" | "encryption" | "encrypt.format" => {
+            "data_file" | "data_file_raw" => {
                 return Err(Error::new(
                     ErrorKind::Unsupported,
                     format!(
@@ -154,7 +164,7 @@ impl CreateOptions {
             _ => {
                 return Err(invalid(format!(
                     "unknown option '{key}' for qcow2; known are backing_file, backing_fmt, cluster_size, compat, \
-                     compression_type, extended_l2, lazy_refcounts, preallocation, refcount_bits and size"
+                     compression_type, encrypt.*, extended_l2, lazy_refcounts, preallocation, refcount_bits and size"
                 )));
             }
         }
@@ -302,7 +312,8 @@ async fn create_qcow2(options: &CreateOptions, size: ByteLen) -> Result<Created>
         let name = b.name.as_os_str().as_bytes().to_vec();
         (name, b.format.map(|f| f.to_string()))
     });
-    let new = NewImage { size, backing, ..options.qcow2.clone() };
+    let luks = options.encryption.make(options.passphrase.as_ref())?;
+    let new = NewImage { size, backing, luks, ..options.qcow2.clone() };
     let layout = new.layout()?;
     let (file, storage, device) = NewFile::create(&options.path, layout.file_len, fill)?;
     if device {
@@ -322,7 +333,8 @@ async fn create_qcow2(options: &CreateOptions, size: ByteLen) -> Result<Created>
     let size = layout.header.disk_size();
     if fill != Preallocation::Off {
         let room = || format!("there is no room for {} bytes and their metadata", size.get());
-        let image = Qcow2::open(storage, &Qcow2Options::default()).await?;
+        let how = Qcow2Options { metadata_only: true, ..Qcow2Options::default() };
+        let image = Qcow2::open(storage, &how).await?;
         image.preallocate(fill).await.context(room)?;
         image.close().await?;
     }
@@ -350,6 +362,7 @@ impl fmt::Display for CreateOptions {
             if q.lazy_refcounts { "on" } else { "off" },
             q.compression_type.name()
         )?;
+        write!(f, "{}", self.encryption)?;
         if let Some(b) = &self.backing {
             write!(f, " backing_file={}", b.name.display())?;
             if let Some(format) = b.format {

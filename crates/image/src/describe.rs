@@ -95,7 +95,7 @@ fn write_qcow2(out: &mut String, data: &Qcow2Info) -> fmt::Result {
         writeln!(out, "    data file raw: {raw}")?;
     }
     if let Some(encrypt) = &data.encrypt {
-        writeln!(out, "    encrypt: {}", encrypt.format)?;
+        encrypt.describe(out)?;
     }
     if let Some(on) = data.corrupt {
         writeln!(out, "    corrupt: {on}")?;

@@ -4,12 +4,13 @@
 //! Time and memory are bounded by the limits of the format, since tables of the disk are never read.
 
 use crate::chain::{Seen, backing_of, looks_like_qcow2};
+use crate::encryption::{EncryptInfo, encrypt_info};
 use crate::name::{format_of, resolve_backing};
 use bedplate_qcow2::format::{
     BitmapExtension, EXT_BITMAPS, EXT_DATA_FILE, Header, Snapshot, autoclear, check_supported,
     compat, incompat, printable,
 };
-use bedplate_qcow2::{read_header, read_snapshots};
+use bedplate_qcow2::{read_header, read_luks_header, read_snapshots};
 use bedplate_runtime::buf::SharedBuf;
 use bedplate_storage::{FileStorage, LockMode, OpenOptions, Storage};
 use bedplate_types::{CacheMode, Error, ErrorKind, Format, Result, ResultExt};
@@ -112,13 +113,6 @@ pub struct Qcow2Info {
     /// Persistent bitmaps.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub bitmaps: Vec<BitmapInfo>,
-}
-
-/// How an image is encrypted.
-#[derive(Clone, Debug, Serialize)]
-pub struct EncryptInfo {
-    /// "aes" or "luks".
-    pub format: &'static str,
 }
 
 /// A persistent bitmap.
@@ -237,6 +231,16 @@ async fn look(
     }
     describe_header(&mut info, path, &header)?;
     if let Some(specific) = &mut info.format_specific {
+        if header.crypt_method == 2 {
+            match read_luks_header(&storage, &header).await {
+                Ok(luks) => {
+                    let reason = luks.suite().and_then(|suite| luks.check_iterations(suite)).err();
+                    info.unsupported = info.unsupported.or(reason.map(|e| format!("{e:#}")));
+                    specific.data.encrypt = encrypt_info(&header, Some(&luks));
+                }
+                Err(e) => info.unsupported = Some(format!("{e:#}")),
+            }
+        }
         specific.data.bitmaps = bitmaps(&storage, &header)
             .await
             .context(|| format!("cannot read the bitmaps of '{}'", path.display()))?;
@@ -275,11 +279,7 @@ pub(crate) fn qcow2_info(header: &Header) -> Qcow2Info {
         extended_l2: v3(header.incompatible & incompat::EXTENDED_L2 != 0),
         data_file: header.extension(EXT_DATA_FILE).filter(|_| external).map(printable),
         data_file_raw: external.then_some(header.autoclear & autoclear::RAW_EXTERNAL_DATA != 0),
-        encrypt: match header.crypt_method {
-            1 => Some(EncryptInfo { format: "aes" }),
-            2 => Some(EncryptInfo { format: "luks" }),
-            _ => None,
-        },
+        encrypt: encrypt_info(header, None),
         bitmaps: Vec::new(),
     }
 }

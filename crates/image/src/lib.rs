@@ -11,6 +11,7 @@ mod chain;
 mod check;
 mod create;
 mod describe;
+mod encryption;
 mod info;
 mod map;
 mod name;
@@ -19,12 +20,13 @@ mod snapshot;
 mod state;
 mod text;
 
-pub use bedplate_qcow2::BitmapChange;
+pub use bedplate_qcow2::{BitmapChange, Passphrase};
 pub use bitmap::change_bitmap;
 pub use chain::{ChainOptions, OpenLayer, OpenedDisk, open_chain, open_null};
 pub use check::{CheckOptions, CheckReport, Finding, Progress, Repair, Severity, check};
 pub use create::{Backing, CreateOptions, Created, create};
 pub use describe::{describe, specific_text};
+pub use encryption::{EncryptInfo, NewEncryption, SlotInfo};
 pub use info::{
     FormatSpecific, ImageInfo, InfoOptions, Qcow2Info, SnapshotInfo, backing_chain, info,
 };

@@ -7,7 +7,7 @@ use crate::chain::{ChainOptions, open_chain};
 use crate::name::format_of;
 use crate::state::refuse_left_behind;
 use bedplate_disk::{Disk, Layer};
-use bedplate_qcow2::{OpenOptions as Qcow2Options, Qcow2, read_header};
+use bedplate_qcow2::{OpenOptions as Qcow2Options, Passphrase, Qcow2, read_header};
 use bedplate_storage::{FileStorage, OpenOptions, Storage};
 use bedplate_types::{
     ByteLen, CacheMode, Error, ErrorKind, Format, Preallocation, Result, ResultExt,
@@ -67,6 +67,8 @@ pub struct ResizeOptions {
     pub allow_backing: bool,
     /// The format of backing files whose overlay does not state it.
     pub backing_format: Option<Format>,
+    /// What may open encrypted images.
+    pub passphrases: Vec<Passphrase>,
 }
 
 /// Changes the size of the disk in the image at `path`; returns the new size.
@@ -98,6 +100,7 @@ pub async fn resize(path: &Path, options: &ResizeOptions) -> Result<ByteLen> {
             cache,
             allow_backing: options.allow_backing,
             backing_format: options.backing_format,
+            passphrases: options.passphrases.clone(),
             ..ChainOptions::default()
         };
         open_chain(path, &chain).await?.disk
@@ -105,7 +108,9 @@ pub async fn resize(path: &Path, options: &ResizeOptions) -> Result<ByteLen> {
         let layer = match format {
             Format::Raw => Layer::Raw(Arc::new(storage)),
             Format::Qcow2 => {
-                Layer::Qcow2(Arc::new(Qcow2::open(storage, &Qcow2Options::default()).await?))
+                let passphrases = options.passphrases.clone();
+                let how = Qcow2Options { passphrases, ..Qcow2Options::default() };
+                Layer::Qcow2(Arc::new(Qcow2::open(storage, &how).await?))
             }
         };
         Arc::new(Disk::new(path.display().to_string(), vec![layer], false, cache)?)

@@ -70,7 +70,9 @@ pub async fn change_snapshots(
     check_format(path, format)?;
     let storage = FileStorage::open(&FileOptions::new(path).cache(CacheMode::Writeback))?;
     refuse_left_behind(path)?;
-    let image = Qcow2::open(storage, &OpenOptions::default()).await?;
+    let image =
+        Qcow2::open(storage, &OpenOptions { metadata_only: true, ..OpenOptions::default() })
+            .await?;
     let failed = |what: &str, name: &[u8]| {
         let name = bedplate_qcow2::format::printable(name);
         format!("cannot {what} snapshot '{name}' of '{}'", path.display())

@@ -2,6 +2,7 @@
 
 use crate::bitmaps::Bitmaps;
 use crate::cache::SliceCache;
+use crate::crypt::Protection;
 use crate::faults::OrderFaults;
 use crate::format::Header;
 use crate::journal::Journal;
@@ -53,6 +54,8 @@ pub struct Qcow2<S: Storage> {
     /// The first failure of a sync or metadata write; set once, for ever.
     poison: OnceLock<Error>,
     pub(crate) unpacked: Unpacked,
+    /// How the data of clusters is encrypted.
+    pub(crate) protection: Protection,
     /// Persistent bitmaps that record changes.
     pub(crate) bitmaps: Bitmaps,
     pub(crate) faults: OrderFaults,
@@ -100,6 +103,7 @@ impl<S: Storage> Qcow2<S> {
             header_writer: AsyncMutex::new(()),
             poison: OnceLock::new(),
             unpacked: Unpacked::default(),
+            protection: Protection::None,
             bitmaps: Bitmaps::default(),
             faults: OrderFaults::default(),
             journal: None,

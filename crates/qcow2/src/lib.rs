@@ -12,6 +12,7 @@ mod cache;
 pub mod check;
 mod commit;
 mod cow;
+mod crypt;
 mod data;
 mod discard;
 mod faults;
@@ -40,6 +41,7 @@ mod writeback;
 
 pub use below::{Below, Nothing};
 pub use bitmaps::BitmapChange;
+pub use crypt::{Passphrase, new_luks_area, read_luks_header};
 pub use faults::{OrderFaults, OrderRule};
 pub use image::Qcow2;
 pub use journal::{JOURNAL_WORDS, JournalOwner, JournalStart, holds_changes};

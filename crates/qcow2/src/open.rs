@@ -3,9 +3,10 @@
 use crate::bitmaps::{find_bitmaps, has_bitmaps};
 use crate::cache::SliceCache;
 use crate::check::recount;
+use crate::crypt::{CRYPT_LUKS, Passphrase, Protection, unlock};
 use crate::format::{
     ENTRY_BYTES, EntryCodec, Geometry, Header, L1Entry, Snapshot, autoclear, check_supported,
-    compat, incompat, parse_table,
+    compat, incompat, luks_place, parse_table,
 };
 use crate::image::Qcow2;
 use crate::journal::{JournalStart, Kept};
@@ -30,6 +31,10 @@ pub struct OpenOptions {
     /// Where changes that are only in memory are told to the next process, should this one be killed; what such a
     /// process has left there is taken up. Version 2 has no journal.
     pub journal: Option<JournalStart>,
+    /// What may open an encrypted image: each is tried.
+    pub passphrases: Vec<Passphrase>,
+    /// Only metadata will be used: an encrypted image is opened without its key, and reading or writing data fails.
+    pub metadata_only: bool,
 }
 
 impl Default for OpenOptions {
@@ -39,6 +44,8 @@ impl Default for OpenOptions {
             l2_cache: ByteLen::new(limits::DEFAULT_L2_CACHE_BYTES),
             refcount_cache: ByteLen::new(limits::DEFAULT_REFCOUNT_CACHE_BYTES),
             journal: None,
+            passphrases: Vec::new(),
+            metadata_only: false,
         }
     }
 }
@@ -59,19 +66,40 @@ fn refused<S: Storage>(storage: &S) -> String {
     format!("'{}' can't be opened", storage.name())
 }
 
+/// How the image's data is encrypted, with the key found.
+async fn protection<S: Storage>(
+    storage: &S,
+    header: &Header,
+    geo: Geometry,
+    options: &OpenOptions,
+) -> Result<Protection> {
+    if header.crypt_method != CRYPT_LUKS {
+        return Ok(Protection::None);
+    }
+    if options.metadata_only {
+        luks_place(header, geo)?;
+        return Ok(Protection::Locked);
+    }
+    Ok(Protection::Cipher(unlock(storage, header, geo, &options.passphrases).await?))
+}
+
 impl<S: Storage> Qcow2<S> {
     /// Opens the image in `storage`. A refused image, and one opened read-only, is not changed by one bit.
     ///
     /// # Errors
-    /// `BadImage`, `Unsupported` or `Corrupt` with a sentence that says why it is refused, or what the storage
-    /// reports.
+    /// `BadImage`, `Unsupported` or `Corrupt` with a sentence that says why it is refused, `Denied` without the right
+    /// passphrase, or what the storage reports.
     pub async fn open(storage: S, options: &OpenOptions) -> Result<Self> {
         let mut header = read_header(&storage).await?;
         let writable = !options.read_only && !storage.read_only();
         check_supported(&header, writable).context(|| refused(&storage))?;
         let geo = header.geometry().context(|| refused(&storage))?;
+        let protection = protection(&storage, &header, geo, options).await;
+        let protection = protection.context(|| refused(&storage))?;
         if !writable {
-            return Self::load(storage, header, options).await;
+            let mut image = Self::load(storage, header, options).await?;
+            image.protection = protection;
+            return Ok(image);
         }
         let bitmaps = find_bitmaps(&storage, &header, geo).await.context(|| refused(&storage))?;
         let journal = options.journal.as_ref().filter(|_| header.version >= 3);
@@ -94,6 +122,7 @@ impl<S: Storage> Qcow2<S> {
             header = read_header(&storage).await?;
         }
         let mut image = Self::load(storage, header, options).await?;
+        image.protection = protection;
         if let Some(kept) = &kept {
             image.take_up(&kept.changes).await?;
         }
@@ -181,6 +210,10 @@ pub(crate) async fn find_space<S: Storage>(
         if let Ok(L1Entry::Table { host, .. }) = codec.l1(*word) {
             claims.add(host, 1);
         }
+    }
+    if header.crypt_method == CRYPT_LUKS {
+        let (at, len) = luks_place(header, geo)?;
+        claims.add(at, len.get());
     }
     if header.nb_snapshots > 0 {
         let (snapshots, len) = read_snapshots(storage, header).await?;

@@ -262,12 +262,19 @@ impl<S: Storage> Qcow2<S> {
             }
             if let Some(r) = run.as_mut() {
                 job.host = self.space.offset_of(r.first);
-                job.zeroed = r.zeroed && self.tables.cluster() > WRITTEN_WHOLE;
+                // Zeroes in the file are not zeroes of an encrypted disk.
+                let sparse = self.tables.cluster() > WRITTEN_WHOLE && !self.is_encrypted();
+                job.zeroed = r.zeroed && sparse;
                 r.first += 1;
                 r.clusters -= 1;
             }
         }
         Ok(())
+    }
+
+    /// True when two neighbours are not too much for one write.
+    fn joins(&self, have: &IoVec, more: &IoVec) -> bool {
+        have.segments() + more.segments() <= JOIN_SEGMENTS && have.len() + more.len() <= JOIN_BYTES
     }
 
     /// Writes all data, sorted by place; neighbours in the file go out as one vectored write.
@@ -277,8 +284,7 @@ impl<S: Storage> Qcow2<S> {
             match joined.last_mut() {
                 Some((first, have, owners))
                     if *first + have.len() as u64 == at
-                        && have.segments() + buf.segments() <= JOIN_SEGMENTS
-                        && have.len() + buf.len() <= JOIN_BYTES =>
+                        && (self.joins(have, &buf) || !at.is_multiple_of(512)) =>
                 {
                     have.append(buf);
                     owners.push(job);

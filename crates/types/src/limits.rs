@@ -44,3 +44,11 @@ pub const MAX_NBD_REQUEST: u32 = 32 << 20;
 pub const MAX_NBD_IN_FLIGHT: usize = 128;
 /// Seconds an NBD client may take to negotiate.
 pub const NBD_HANDSHAKE_SECONDS: u64 = 10;
+/// Bytes of a LUKS header with its key material. Eight keys take 2 MiB.
+pub const MAX_LUKS_BYTES: u64 = 16 << 20;
+/// Rounds of key derivation that one image may ask for, over all its keys: some 20 seconds.
+pub const MAX_LUKS_ITERATIONS: u64 = 1 << 27;
+/// Bytes of a passphrase.
+pub const MAX_PASSPHRASE_BYTES: usize = 64 << 10;
+/// Passphrases given to one command, each of which is tried on every encrypted image of a chain.
+pub const MAX_PASSPHRASES: usize = 8;

@@ -1,6 +1,6 @@
 //! An image made by a [`Spec`], with what lies below it and what the guest sees; opening, checking and reading it.
 
-use crate::maker::{Cell, make};
+use crate::maker::{Cell, make, passphrase};
 use crate::pattern::tagged;
 use crate::spec::{BelowKind, BelowSpec, Seeds, Spec};
 use bedplate_disk::{Disk, Layer};
@@ -74,7 +74,8 @@ fn random_cells(spec: &Spec, rng: &mut Rng) -> Vec<Cell> {
             () if !rng.chance(seeds.filled) => Cell::Unallocated,
             () if rng.chance(seeds.compressed) => Cell::Compressed,
             () if rng.chance(seeds.zero) && rng.chance(50) => Cell::ZeroKept,
-            () if rng.chance(seeds.zero) => Cell::Zero,
+            // Data would have to be encrypted.
+            () if rng.chance(seeds.zero) || spec.luks => Cell::Zero,
             () => Cell::Data,
         })
         .collect()
@@ -121,6 +122,7 @@ fn below_layer(below: BelowSpec, rng: &mut Rng) -> (Image, Vec<u8>) {
                 extended: false,
                 lazy: false,
                 zstd: false,
+                luks: false,
                 size: below.size,
                 seeds: Seeds { filled: 60, compressed: 20, zero: 20, snapshots: 0 },
                 below: None,
@@ -174,6 +176,8 @@ impl Bed {
             read_only: false,
             l2_cache: ByteLen::new(self.spec.l2_cache),
             refcount_cache: ByteLen::new(self.spec.refcount_cache),
+            passphrases: if self.spec.luks { vec![passphrase()] } else { Vec::new() },
+            ..OpenOptions::default()
         };
         let qcow2 = Arc::new(block_on(Qcow2::open(storage.clone(), &options))?);
         let mut layers = vec![Layer::Qcow2(qcow2.clone())];

@@ -3,11 +3,15 @@
 
 use crate::spec::Spec;
 use bedplate_qcow2::format::{
-    CompressionType, Compressor, EntryCodec, Geometry, Header, L1Entry, L2Entry, NewImage,
+    CompressionType, Compressor, EXT_ENCRYPTION, EXT_FEATURE_NAMES, EntryCodec, Extension,
+    Geometry, Header, L1Entry, L2Entry, LuksArea, LuksCipher, LuksHash, LuksSuite, NewImage,
     RefcountFormat, Snapshot, SubMap,
 };
+use bedplate_qcow2::{Passphrase, new_luks_area};
 use bedplate_sim::Image;
 use bedplate_types::{ByteLen, HostOffset};
+use std::sync::LazyLock;
+use std::time::Duration;
 
 /// What a guest cluster is at first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,6 +108,9 @@ pub(crate) fn make(spec: &Spec, cells: &[Cell], content: &[u8]) -> Image {
         header.nb_snapshots = spec.seeds.snapshots as u32;
         header.snapshots_offset = snapshots(&mut b, spec, &l1, l1_clusters);
     }
+    if spec.luks {
+        encrypt(&mut b, &mut header);
+    }
     finish(&mut b, header, counts);
     b.image
 }
@@ -172,6 +179,30 @@ fn tables(
     l1
 }
 
+/// The passphrase of encrypted images.
+pub(crate) fn passphrase() -> Passphrase {
+    Passphrase::new(b"passphrase".to_vec()).expect("a passphrase")
+}
+
+/// One encryption serves all images: it takes long to make, and as long to find its key as may be.
+static LUKS: LazyLock<LuksArea> = LazyLock::new(|| {
+    let suite =
+        LuksSuite { cipher: LuksCipher::Aes128, hash: LuksHash::Sha1, ..LuksSuite::default() };
+    new_luks_area(suite, Duration::from_millis(1), &passphrase()).expect("random numbers")
+});
+
+/// Adds an encryption that no data is under yet.
+fn encrypt(b: &mut Builder, header: &mut Header) {
+    let len = LUKS.bytes.len() as u64;
+    let at = b.take(len.div_ceil(b.cluster), 1);
+    b.image.write(at, &LUKS.bytes);
+    header.crypt_method = 2;
+    // In small clusters there is no room for these as well.
+    header.extensions.retain(|e| e.id != EXT_FEATURE_NAMES);
+    let data = [at.to_be_bytes(), len.to_be_bytes()].concat();
+    header.extensions.push(Extension { id: EXT_ENCRYPTION, data });
+}
+
 /// Header fields that the options decide.
 fn first_header(spec: &Spec) -> Header {
     let backing = spec.below.map(|_| (b"base".to_vec(), Some("raw".to_owned())));
@@ -184,6 +215,7 @@ fn first_header(spec: &Spec) -> Header {
         lazy_refcounts: spec.lazy,
         compression_type: if spec.zstd { CompressionType::Zstd } else { CompressionType::Zlib },
         backing,
+        luks: None,
     };
     new.layout().expect("options that go together").header
 }

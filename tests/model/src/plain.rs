@@ -434,13 +434,13 @@ fn random_op(spec: &Spec, rng: &mut Rng) -> Op {
             }
             Op::Batch(writes)
         }
-        53..=57 => {
+        53..=57 if !spec.luks => {
             let cluster = spec.cluster();
             let at = at - at % cluster;
             let len = len.next_multiple_of(cluster).min(spec.size - at);
             Op::Compressed { at, bytes: squeezable(rng, len as usize) }
         }
-        58..=66 => Op::Zero {
+        53..=66 => Op::Zero {
             at,
             len,
             mode: ZeroMode { unmap: rng.chance(50), fast_only: rng.chance(20) },

@@ -95,6 +95,7 @@ fn bed(cluster_bits: u32, refcount_bits: u32, lazy: bool, kib: u64) -> Result<Be
         extended: false,
         lazy,
         zstd: false,
+        luks: false,
         size,
         seeds: Seeds::default(),
         below: None,

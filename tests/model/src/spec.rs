@@ -49,6 +49,8 @@ pub struct Spec {
     pub lazy: bool,
     /// Compressed clusters are packed by zstd, not by deflate.
     pub zstd: bool,
+    /// The data is encrypted; no cluster holds uncompressed data at first.
+    pub luks: bool,
     /// The disk's size in bytes.
     pub size: u64,
     /// The first content.
@@ -105,6 +107,13 @@ impl Spec {
         Self { extended: true, version: 3, refcount_bits, size, seeds, below, ..spec }
     }
 
+    /// A small image whose data is encrypted. Opening one takes long, since its key must be found.
+    pub fn encrypted(rng: &mut Rng) -> Self {
+        let spec = if rng.chance(30) { Self::subclusters(rng) } else { Self::tiny(rng) };
+        let below = spec.below.filter(|below| below.kind == BelowKind::Raw);
+        Self { luks: true, below, ..spec }
+    }
+
     /// Small clusters on a larger disk: more L2 slices than the smallest cache holds.
     pub fn wide(rng: &mut Rng) -> Self {
         let bits = 9 + rng.below(2) as u32;
@@ -144,6 +153,7 @@ impl Spec {
             extended: false,
             lazy: version == 3 && rng.chance(20),
             zstd: version == 3 && rng.chance(25),
+            luks: false,
             size,
             seeds,
             below: if rng.chance(40) { Some(BelowSpec::random(rng, size)) } else { None },

@@ -9,6 +9,7 @@ mod chains;
 mod compressed;
 mod created;
 mod damaged;
+mod encrypted;
 mod formats;
 mod harness;
 mod headers;

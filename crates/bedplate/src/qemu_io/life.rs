@@ -19,7 +19,8 @@ fn refuse(text: String) -> Ran {
 pub async fn open(session: &mut Session, call: &Call<'_>) -> Ran {
     let specs = letters("snCro:ki:t:d:U");
     let mut options = Options::new(&specs, call.words);
-    let mut request = Request::default();
+    let secrets = session.request.secrets.clone();
+    let mut request = Request { secrets, ..Request::default() };
     for option in options.by_ref() {
         let Found { key, value } = option.or_else(|e| call.bad_option(&e))?;
         if let Err(e) = set(session, &mut request, key, &value) {

@@ -87,6 +87,7 @@ fn work(program: Program) -> bool {
     };
     runtime.block_on(async {
         let mut session = Session::new(program.backend, runtime.is_uring());
+        session.request.secrets = program.open.secrets.clone();
         let named = program.open.name.is_some() || !program.open.options.is_empty();
         if named && session.open(program.open).await.is_err() {
             return false;

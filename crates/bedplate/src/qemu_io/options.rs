@@ -2,7 +2,9 @@
 
 use super::args::{Options, Spec};
 use super::target::{Request, cache_mode, discard_mode};
+use crate::keys::{self, Secrets};
 use bedplate_runtime::Backend;
+use std::path::Path;
 
 /// What the command line asks for.
 #[derive(Default)]
@@ -43,11 +45,15 @@ const SPECS: &[Spec] = &[
     spec('U', "force-share", false),
     spec(OBJECT, "object", true),
     spec(IMAGE_OPTS, "image-opts", false),
+    spec(KEY_FILE, "key-file", true),
+    spec(KEY_FD, "key-fd", true),
 ];
 
 // Long options without a letter get one that nobody can type.
 const OBJECT: char = '\u{1}';
 const IMAGE_OPTS: char = '\u{2}';
+const KEY_FILE: char = '\u{3}';
+const KEY_FD: char = '\u{4}';
 
 const fn spec(key: char, long: &'static str, value: bool) -> Spec {
     Spec { key, long: Some(long), value }
@@ -73,6 +79,9 @@ is used by Bedplate's own engine. Scripts that were written for that program wor
   -m, --misalign       use memory that direct I/O can't use as it is
   -U, --force-share    read although another program may be writing; needs -r
       --image-opts     FILE is a list of options: driver=qcow2,file.filename=PATH
+      --object         secret,id=NAME,file=PATH: a passphrase, for the option encrypt.key-secret=NAME
+      --key-file=PATH  the passphrase of encrypted images is what this file holds
+      --key-fd=N       the passphrase is what this open descriptor gives up to its end
   -h, --help           print this
   -V, --version        print the version
 
@@ -116,10 +125,10 @@ pub fn parse(words: &[String]) -> Result<Program, Usage> {
                 return Err(Usage::Refused(text.into()));
             }
             OBJECT => {
-                let text = format!("--object {value}: objects, such as secrets, are not supported");
-                return Err(Usage::Refused(text));
+                open.secrets.add_object(&value).map_err(Usage::Refused)?;
             }
             IMAGE_OPTS => image_opts = true,
+            KEY_FILE | KEY_FD => add_key(&mut open.secrets, option.key, &value)?,
             _ => return Err(Usage::Unreadable(None)),
         }
         if program.just_print.is_some() {
@@ -138,6 +147,16 @@ pub fn parse(words: &[String]) -> Result<Program, Usage> {
         _ => return Err(Usage::Unreadable(None)),
     }
     Ok(program)
+}
+
+fn add_key(secrets: &mut Secrets, key: char, value: &str) -> Result<(), Usage> {
+    let found = match (key, value.parse()) {
+        (KEY_FILE, _) => keys::from_file(Path::new(value)),
+        (_, Ok(fd)) => keys::from_fd(fd),
+        _ => return Err(Usage::Refused(format!("--key-fd {value} is no number"))),
+    };
+    secrets.passphrases.push(found.map_err(|e| Usage::Refused(format!("{e:#}")))?);
+    Ok(())
 }
 
 fn set_aio(program: &mut Program, mode: &str) -> Result<(), Usage> {

@@ -3,6 +3,7 @@
 //! Only files and block devices can be named, in the formats that Bedplate has. Whatever else an option asks for is
 //! refused in words; nothing is ignored.
 
+use crate::keys::Secrets;
 use bedplate_image::ChainOptions;
 use bedplate_types::{CacheMode, Format, parse_size};
 use serde_json::Value;
@@ -34,6 +35,8 @@ pub struct Request {
     pub force_share: bool,
     /// The kernel's own asynchronous I/O was asked for by that name.
     pub native_aio: bool,
+    /// What may open encrypted images.
+    pub secrets: Secrets,
 }
 
 /// What is to be opened.
@@ -103,6 +106,12 @@ impl Request {
         };
         let mut wanted = Wanted::of(self);
         for (key, value) in keys {
+            if matches!(key.as_str(), "encrypt.key-secret" | "backing.encrypt.key-secret") {
+                if !self.secrets.has(&value) {
+                    return Err(format!("No secret with id '{value}'"));
+                }
+                continue;
+            }
             wanted.set(&key, &value)?;
         }
         wanted.check(self)?;
@@ -122,6 +131,7 @@ impl Request {
                 backing_format: wanted.backing_format,
                 force_share: wanted.force_share,
                 l2_cache: wanted.l2_cache,
+                passphrases: self.secrets.passphrases.clone(),
                 ..ChainOptions::default()
             },
         })
@@ -263,6 +273,7 @@ impl Wanted {
             // What is done anyway.
             "detect-zeroes" if value == "off" => {}
             "locking" if matches!(value, "on" | "auto") => {}
+            "encrypt.format" if value == "luks" => {}
             "auto-read-only" if matches!(value, "off" | "false") => {}
             _ => return Err(format!("the option '{key}={value}' is not supported")),
         }

@@ -1,11 +1,12 @@
 //! The first metadata of a new image: what must be written where, without writing it.
 //!
-//! Callers: `create` and tests. The order in the file is header, refcount table, refcount blocks, L1 table.
+//! Callers: `create` and tests. The order in the file is header, refcount table, refcount blocks, L1 table,
+//! the encryption's header.
 //! The refcount table is made long enough for the disk when all of it is allocated, so that it need not be
 //! moved while a guest writes.
 
 use super::features::{compat, incompat};
-use super::header::{EXT_BACKING_FORMAT, EXT_FEATURE_NAMES, V2_HEADER_BYTES};
+use super::header::{EXT_BACKING_FORMAT, EXT_ENCRYPTION, EXT_FEATURE_NAMES, V2_HEADER_BYTES};
 use super::{
     BackingFile, CompressionType, ENTRY_BYTES, Extension, Geometry, Header, RefcountFormat,
     encode_feature_names,
@@ -31,6 +32,17 @@ pub struct NewImage {
     pub compression_type: CompressionType,
     /// The backing file's name and format.
     pub backing: Option<(Vec<u8>, Option<String>)>,
+    /// The encryption.
+    pub luks: Option<LuksArea>,
+}
+
+/// The LUKS header of a new image, with its key material.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LuksArea {
+    /// Its first bytes; the others are zero.
+    pub bytes: Vec<u8>,
+    /// All of it.
+    pub len: ByteLen,
 }
 
 impl Default for NewImage {
@@ -45,6 +57,7 @@ impl Default for NewImage {
             lazy_refcounts: false,
             compression_type: CompressionType::Zlib,
             backing: None,
+            luks: None,
         }
     }
 }
@@ -69,11 +82,12 @@ struct Parts {
     table: u64,
     blocks: u64,
     l1: u64,
+    luks: u64,
 }
 
 impl Parts {
     fn total(&self) -> u64 {
-        1 + self.table + self.blocks + self.l1
+        1 + self.table + self.blocks + self.l1 + self.luks
     }
 }
 
@@ -92,23 +106,28 @@ impl NewImage {
             .filter(|s| *s <= geometry.max_disk_size())
             .ok_or_else(|| self.too_large(geometry))?;
         let l1_entries = geometry.l1_entries(size);
-        let parts = Self::place(geometry, refcounts, size, l1_entries * ENTRY_BYTES)?;
+        let luks = self.luks.as_ref().map_or(0, |l| l.len.get().div_ceil(cluster));
+        let parts = Self::place(geometry, refcounts, size, l1_entries * ENTRY_BYTES, luks)?;
         let at = |index: u64| {
             geometry.host_offset(index).ok_or_else(|| invalid("the image's metadata is too large"))
         };
         let small = |v: u64| u32::try_from(v).map_err(|_| invalid("a table is too large"));
         let blocks_at = 1 + parts.table;
         let l1_at = blocks_at + parts.blocks;
-        let header = self.header(Header {
-            size,
-            cluster_bits: geometry.cluster_bits(),
-            refcount_order: self.refcount_bits.trailing_zeros(),
-            refcount_table_offset: at(1)?,
-            refcount_table_clusters: small(parts.table)?,
-            l1_size: small(l1_entries)?,
-            l1_offset: if l1_entries == 0 { HostOffset::ZERO } else { at(l1_at)? },
-            ..Header::default()
-        });
+        let luks_at = at(l1_at + parts.l1)?;
+        let header = self.header(
+            luks_at,
+            Header {
+                size,
+                cluster_bits: geometry.cluster_bits(),
+                refcount_order: self.refcount_bits.trailing_zeros(),
+                refcount_table_offset: at(1)?,
+                refcount_table_clusters: small(parts.table)?,
+                l1_size: small(l1_entries)?,
+                l1_offset: if l1_entries == 0 { HostOffset::ZERO } else { at(l1_at)? },
+                ..Header::default()
+            },
+        );
         let mut writes = vec![(HostOffset::ZERO, Self::encode_header(header.clone())?)];
         let header = Header::parse(&padded(&writes[0].1, cluster)?)?;
 
@@ -126,6 +145,9 @@ impl NewImage {
                 usize::try_from(used).map_err(|_| invalid("a refcount block is too large"))?;
             refcounts.fill(&mut bytes, 0..used, 1).map_err(|e| invalid(e.to_string()))?;
             writes.push((at(blocks_at + block)?, bytes));
+        }
+        if let Some(luks) = &self.luks {
+            writes.push((luks_at, luks.bytes.clone()));
         }
         Ok(Layout { header, writes, file_len: ByteLen::new(at(total)?.get()) })
     }
@@ -200,18 +222,19 @@ impl NewImage {
         refcounts: RefcountFormat,
         size: ByteLen,
         l1_bytes: u64,
+        luks: u64,
     ) -> Result<Parts> {
         let cluster = geometry.cluster_size();
         let l1 = l1_bytes.div_ceil(cluster);
         // Guest data, L2 tables, and the blocks that count them, with some room for what moves.
         let data = geometry.clusters(size);
-        let tables = geometry.l1_entries(size) + l1;
+        let tables = geometry.l1_entries(size) + l1 + luks;
         let used = data.saturating_add(tables);
         let full = used.saturating_add(refcounts.blocks_for(used)).saturating_add(used / 64 + 64);
         let wanted =
             refcounts.blocks_for(full).saturating_add(2).min(RefcountFormat::max_table_entries());
         let table = wanted.saturating_mul(ENTRY_BYTES).div_ceil(cluster);
-        let mut parts = Parts { table, blocks: 1, l1 };
+        let mut parts = Parts { table, blocks: 1, l1, luks };
         // Blocks count themselves, so their number grows until it fits; each step adds at least one.
         loop {
             let needed = refcounts.blocks_for(parts.total());
@@ -231,8 +254,13 @@ impl NewImage {
         Ok(parts)
     }
 
-    fn header(&self, tables: Header) -> Header {
+    fn header(&self, luks_at: HostOffset, tables: Header) -> Header {
         let mut h = Header { version: self.version, ..tables };
+        if let Some(luks) = &self.luks {
+            h.crypt_method = 2;
+            let data = [luks_at.get().to_be_bytes(), luks.len.get().to_be_bytes()].concat();
+            h.extensions.push(Extension { id: EXT_ENCRYPTION, data });
+        }
         if let Some((name, format)) = &self.backing {
             h.backing_file = Some(BackingFile { offset: HostOffset::ZERO, name: name.clone() });
             if let Some(format) = format {

@@ -12,6 +12,7 @@ mod features;
 mod geometry;
 mod header;
 mod layout;
+mod luks;
 mod refcount;
 mod snapshot;
 mod subcluster;
@@ -34,7 +35,11 @@ pub use header::{
     EXT_END, EXT_FEATURE_NAMES, Extension, Header, MAGIC, V2_HEADER_BYTES, V3_FULL_HEADER_BYTES,
     V3_HEADER_BYTES, field,
 };
-pub use layout::{Layout, NewImage};
+pub use layout::{Layout, LuksArea, NewImage};
+pub use luks::{
+    LUKS_DIGEST_BYTES, LUKS_HEADER_BYTES, LUKS_SALT_BYTES, LUKS_SLOTS, LUKS_STRIPES, LuksCipher,
+    LuksHash, LuksHeader, LuksIv, LuksSlot, LuksSuite, luks_place,
+};
 pub use refcount::{MAX_REFCOUNT_ORDER, RefcountError, RefcountFormat};
 /// Bytes of a snapshot table entry before its variable parts.
 pub use snapshot::FIXED_BYTES as SNAPSHOT_FIXED_BYTES;

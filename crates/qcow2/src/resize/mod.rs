@@ -96,8 +96,24 @@ impl<S: Storage> Qcow2<S> {
         if clusters == 0 || how == Preallocation::Off {
             return Ok(());
         }
+        self.check_fill()?;
         let fills = vec![Fill { first: 0, clusters, what: Filling::Data(how) }];
         self.rearrange(&Plan { old: size, new: size, fills }).await
+    }
+
+    /// Refuses entries for clusters that nobody has written, where they would not read as zeroes.
+    fn check_fill(&self) -> Result<()> {
+        if !self.is_encrypted() || self.tables.codec.has_zeroes() {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "space for '{}' can't be taken ahead: it is encrypted, and version 2 of the format (compat=0.10) can't \
+                 say that a cluster reads as zeroes",
+                self.storage.name()
+            ),
+        ))
     }
 
     async fn rearrange(&self, plan: &Plan) -> Result<()> {
@@ -201,12 +217,16 @@ impl<S: Storage> Qcow2<S> {
         let cluster = self.tables.cluster();
         let (first, end) = (self.tables.geo.clusters(old), self.tables.geo.clusters(new));
         if fill != Preallocation::Off {
+            self.check_fill()?;
             let what = Filling::Data(fill);
             return Ok(vec![Fill { first, clusters: end - first, what }]);
         }
         let mut fills: Vec<Fill> = Vec::new();
         if below.is_empty() {
             return Ok(fills);
+        }
+        if !self.tables.codec.has_zeroes() {
+            self.check_fill()?;
         }
         let zero = self.tables.codec.encode_l2(L2Entry::Zero { host: None, copied: false });
         // Version 2 has no zero flag: zeroes are written there.

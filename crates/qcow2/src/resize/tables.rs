@@ -16,6 +16,8 @@ const WRITE_BYTES: usize = 4 << 20;
 struct Placed {
     fill: Fill,
     host: Option<HostOffset>,
+    /// Zeroes in the file are not zeroes of the disk, so that its entries must say that they are.
+    encrypted: bool,
 }
 
 /// Makes the tables; returns how the header changes.
@@ -42,7 +44,7 @@ pub(super) async fn rearrange<S: Storage>(
             Filling::Zero => None,
             Filling::Data(_) => Some(place_data(generation, fill).await?),
         };
-        placed.push(Placed { fill: *fill, host });
+        placed.push(Placed { fill: *fill, host, encrypted: image.is_encrypted() });
         let last = (fill.first + fill.clusters - 1) / per_table;
         touched.extend((fill.first / per_table) as usize..=last as usize);
     }
@@ -175,7 +177,11 @@ fn set_entry(entry: &mut [u64], placed: &Placed, cluster: u64, size: u64) {
     let (first, second) = match placed.host {
         Some(host) => {
             let at = host.get() + (cluster - placed.fill.first) * size;
-            (at | COPIED, u64::from(u32::MAX))
+            match (placed.encrypted, long) {
+                (false, _) => (at | COPIED, u64::from(u32::MAX)),
+                (true, false) => (at | COPIED | ZERO, 0),
+                (true, true) => (at | COPIED, u64::from(u32::MAX) << 32),
+            }
         }
         None if long => (0, u64::from(u32::MAX) << 32),
         None => (ZERO, 0),
@@ -196,8 +202,9 @@ mod tests {
         let data = Placed {
             fill: fill(Filling::Data(Preallocation::Full)),
             host: Some(HostOffset::new(0x50000)),
+            encrypted: false,
         };
-        let zero = Placed { fill: fill(Filling::Zero), host: None };
+        let zero = Placed { fill: fill(Filling::Zero), host: None, encrypted: false };
         let mut entry = [7];
         set_entry(&mut entry, &data, 12, 0x10000);
         assert_eq!(entry, [0x70000 | COPIED]);
@@ -208,5 +215,11 @@ mod tests {
         assert_eq!(entry, [0x50000 | COPIED, 0xffff_ffff]);
         set_entry(&mut entry, &zero, 10, 0x10000);
         assert_eq!(entry, [0, 0xffff_ffff_0000_0000]);
+        let hidden = Placed { encrypted: true, ..data };
+        set_entry(&mut entry, &hidden, 10, 0x10000);
+        assert_eq!(entry, [0x50000 | COPIED, 0xffff_ffff_0000_0000]);
+        let mut entry = [7];
+        set_entry(&mut entry, &hidden, 11, 0x10000);
+        assert_eq!(entry, [0x60000 | COPIED | ZERO]);
     }
 }
