@@ -68,6 +68,13 @@ fn i11_with_copies_of_shared_and_compressed_clusters() {
 }
 
 #[test]
+fn i11_with_subclusters() {
+    // A discard leaves parts of compressed clusters as they are, so none are written here.
+    let profile = Profile { spec: Spec::subclusters, compressed: 0, ..RARE_FLUSHES };
+    survive("subclusters", profile, 100);
+}
+
+#[test]
 fn i11_with_growing_and_with_lazy_refcounts() {
     survive("growing refcounts", Profile { spec: growing, write: 75, ..RARE_FLUSHES }, 80);
     survive("lazy refcounts", Profile { spec: lazy, ..RARE_FLUSHES }, 100);
