@@ -12,7 +12,7 @@ use crate::space::Space;
 use crate::tables::Tables;
 use bedplate_runtime::sync::{AsyncMutex, Epochs, FlushSequencer, RangeLock};
 use bedplate_storage::Storage;
-use bedplate_types::{ByteLen, Error, ErrorKind, GuestOffset, Result};
+use bedplate_types::{ByteLen, Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -125,13 +125,6 @@ impl<S: Storage> Qcow2<S> {
     /// The cluster size.
     pub fn cluster_size(&self) -> ByteLen {
         ByteLen::new(self.tables.cluster())
-    }
-
-    /// Where the space for the state of a VM begins, as an address behind the disk's end: what the first L2 table
-    /// behind it would map.
-    pub fn vm_state_offset(&self) -> GuestOffset {
-        let span = self.tables.geo.l2_coverage();
-        GuestOffset::new(self.size().get().div_ceil(span).saturating_mul(span))
     }
 
     /// The file or device that holds the image.

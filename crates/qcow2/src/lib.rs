@@ -36,6 +36,7 @@ mod snapshots;
 mod space;
 mod tables;
 mod takeup;
+mod vm_state;
 mod write;
 mod writeback;
 

@@ -194,10 +194,18 @@ impl<S: Storage> Qcow2<S> {
                     fresh.push(run);
                 }
             };
+            // Large clusters leave few bits for the place.
+            self.packed_entry(place, len)?;
             left -= len;
             places.push(place);
         }
         Ok(places)
+    }
+
+    /// The L2 entry of a piece.
+    fn packed_entry(&self, host: HostOffset, len: u64) -> Result<u64> {
+        let entry = L2Entry::Compressed { host, len: ByteLen::new(len) };
+        self.tables.codec.encode_l2(entry).ok_or_else(|| self.unencodable(host))
     }
 
     /// Writes pieces that follow each other in the file at once.

@@ -1,7 +1,7 @@
 //! Tables that point where they must not. What was noticed ends in an error, marks the image as corrupt, and leaves everything
 //! else in the file alone; nothing panics, hangs or takes much memory.
 
-use crate::harness::{FileDisk, Folder, noise, open, open_read_only, read, run, write};
+use crate::harness::{FileDisk, Folder, memory, noise, open, open_read_only, read, run, write};
 use crate::refused::refuses;
 use crate::tools::{create, have_qemu, peek, poke, qemu_img, qemu_io};
 use anyhow::{Context, Result, bail, ensure};
@@ -47,6 +47,8 @@ enum Act {
     Write,
     /// To a cluster that nothing is known about.
     WriteFar,
+    /// Compressed, likewise.
+    Pack,
     Zero,
     Discard,
 }
@@ -58,6 +60,10 @@ async fn act(disk: &FileDisk, what: Act) -> Result<()> {
         // A part of a cluster, so that old content would be read too.
         Act::Write => write(disk, 512, &[0xee; 4096]).await,
         Act::WriteFar => write(disk, FAR, &[0xee; 4096]).await,
+        Act::Pack => {
+            let data = memory(&[0xee; CLUSTER as usize])?;
+            Ok(disk.write_compressed(GuestOffset::new(FAR), data).await?)
+        }
         Act::Zero => {
             Ok(disk.write_zeroes(at, len, ZeroMode { unmap: true, fast_only: false }).await?)
         }
@@ -155,22 +161,32 @@ fn refcounts_that_call_metadata_free_never_let_it_be_overwritten() -> Result<()>
         return Ok(());
     }
     let cases: &[Case] = &[
-        ("no refcount block: one was put at offset 0", REFCOUNT_TABLE, 0, &[Act::Write]),
+        ("no refcount block: one was put at offset 0", REFCOUNT_TABLE, 0, &[Act::Write, Act::Pack]),
         (
             "the header counted as free: an L2 table was put over it",
             REFCOUNT_BLOCK,
             0,
-            &[Act::Write],
+            &[Act::Write, Act::Pack],
         ),
-        ("a refcount block that is not aligned", REFCOUNT_TABLE, 0x2a00, &[Act::Write]),
-        ("a refcount block past the end of the file", REFCOUNT_TABLE, 1 << 36, &[Act::Write]),
-        ("a refcount block with reserved bits", REFCOUNT_TABLE, REFCOUNT_BLOCK | 1, &[Act::Write]),
-        ("a refcount block that is the L1 table", REFCOUNT_TABLE, L1, &[Act::Write]),
+        ("a refcount block that is not aligned", REFCOUNT_TABLE, 0x2a00, &[Act::Write, Act::Pack]),
+        (
+            "a refcount block past the end of the file",
+            REFCOUNT_TABLE,
+            1 << 36,
+            &[Act::Write, Act::Pack],
+        ),
+        (
+            "a refcount block with reserved bits",
+            REFCOUNT_TABLE,
+            REFCOUNT_BLOCK | 1,
+            &[Act::Write, Act::Pack],
+        ),
+        ("a refcount block that is the L1 table", REFCOUNT_TABLE, L1, &[Act::Write, Act::Pack]),
         (
             "a refcount block for two parts of the file",
             REFCOUNT_TABLE + 8,
             REFCOUNT_BLOCK,
-            &[Act::Write],
+            &[Act::Write, Act::Pack],
         ),
     ];
     for (story, at, word, acts) in cases {

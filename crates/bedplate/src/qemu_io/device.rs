@@ -6,6 +6,7 @@ use super::hold::{Holds, Point};
 use super::target::Target;
 use bedplate_disk::Disk;
 use bedplate_image::OpenedDisk;
+use bedplate_qcow2::Qcow2;
 use bedplate_runtime::buf::{IoVec, SharedBuf};
 use bedplate_runtime::sync::{Event, RangeGuard, RangeLock};
 use bedplate_storage::{FileStorage, ZeroMode};
@@ -144,14 +145,21 @@ impl Device {
 
     /// Fills `buf` from `at` bytes into the space for VM state.
     pub async fn read_vm_state(&self, at: u64, buf: IoVec) -> Result<()> {
-        let _ = (at, buf);
-        Err(unsupported("the space for VM state can't be used by this version"))
+        self.qcow2()?.read_vm_state(at, buf).await
     }
 
     /// Writes `buf` at `at` bytes into the space for VM state.
     pub async fn write_vm_state(&self, at: u64, buf: IoVec) -> Result<()> {
-        let _ = (at, buf);
-        Err(unsupported("the space for VM state can't be used by this version"))
+        let image = self.qcow2()?;
+        // The table that maps it may have to be replaced, and nothing may use it then.
+        self.settle().await;
+        image.write_vm_state(at, buf).await?;
+        if self.disk.write_cache() { Ok(()) } else { self.disk.flush().await }
+    }
+
+    fn qcow2(&self) -> Result<&Qcow2<FileStorage>> {
+        let text = "only qcow2 images have space for VM state";
+        self.disk.qcow2().ok_or_else(|| Error::new(ErrorKind::Unsupported, text))
     }
 
     /// Makes a range read as zeroes.
@@ -208,8 +216,4 @@ impl Device {
         }
         Ok(())
     }
-}
-
-fn unsupported(text: &str) -> Error {
-    Error::new(ErrorKind::Unsupported, text)
 }

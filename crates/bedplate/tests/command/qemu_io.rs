@@ -270,7 +270,29 @@ const COMPRESSED_TAIL: Session = (
     ],
 );
 
-const COMPRESSED_RAW: Session = ("-f raw r.raw", &["write -c 0 64k"]);
+const VM_STATE: Session = (
+    "-f qcow2 a.qcow2",
+    &[
+        "read -b 0 512",
+        "write -b 0 512",
+        "write -b -P 7 512k 512k",
+        "read -b -P 0xcd 0 512",
+        "read -b -P 7 512k 512k",
+        "read -b -P 0 1M 64k",
+        "write -b -c 512 512",
+        "write -b 1 512",
+        "write -b 0 3",
+        "write -P 3 0 64k",
+        "read -P 3 0 64k",
+        "length",
+        "map",
+        "write -b -s pat 2M 64k",
+        "read -b 10M 64k",
+    ],
+);
+
+const COMPRESSED_RAW: Session =
+    ("-f raw r.raw", &["write -c 0 64k", "write -b 0 512", "read -b 0 512"]);
 
 const AIO: Session = (
     "-f qcow2 a.qcow2",
@@ -551,6 +573,7 @@ fn sessions_print_what_those_of_qemu_io_print() -> Result<()> {
         COMPRESSED,
         COMPRESSED_TAIL,
         COMPRESSED_RAW,
+        VM_STATE,
     ] {
         let pair = Pair::new()?;
         pair.same(&session(one), "")?;
@@ -609,6 +632,32 @@ fn signals_and_aborts_end_the_process_as_they_do_there() -> Result<()> {
         pair.same(&line, "")?;
     }
     pair.same_content("a.qcow2")
+}
+
+/// What one program has kept behind the disk's end, the other finds, also after a snapshot has taken it over.
+#[test]
+fn the_state_of_a_vm_is_kept_where_qemu_keeps_it() -> Result<()> {
+    if !peer_is_there("the_state_of_a_vm_is_kept_where_qemu_keeps_it") {
+        return Ok(());
+    }
+    let bench = Bench::new()?;
+    bench.run(&["create", "a.qcow2", "4M"])?.ok()?;
+    let ours = |c: &str| bench.run(&["qemu-io", "a.qcow2", "-c", c])?.ok();
+    let peer = |c: &str| bench.tool("qemu-io", &["-f", "qcow2", "a.qcow2", "-c", c]);
+    ours("write -b -P 5 0 1M")?;
+    peer("read -b -P 5 0 1M")?;
+    peer("write -b -P 6 64k 64k")?;
+    ours("read -b -P 6 64k 64k")?;
+    ours("write -P 9 0 64k")?;
+    bench.tool("qemu-img", &["check", "-q", "-f", "qcow2", "a.qcow2"])?;
+    bench.run(&["snapshot", "-c", "s", "a.qcow2"])?.ok()?;
+    ours("write -b -P 7 0 64k")?;
+    peer("read -b -P 7 0 64k")?;
+    peer("read -P 9 0 64k")?;
+    bench.tool("qemu-img", &["check", "-q", "-f", "qcow2", "a.qcow2"])?;
+    let too_far = bench.run(&["qemu-io", "a.qcow2", "-c", "write -b 4E 512"])?;
+    assert_eq!((too_far.code, too_far.out.as_str()), (1, "write failed: File too large\n"));
+    Ok(())
 }
 
 #[test]
