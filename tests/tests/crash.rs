@@ -2,7 +2,7 @@
 //! each sector must hold a value that it had at or after the last completed flush.
 
 use bedplate_model::{
-    BelowSpec, Budget, Profile, Seeds, Spec, examine, for_seeds, qemu, record, seeds,
+    BelowSpec, Budget, DataFile, Profile, Seeds, Spec, examine, for_seeds, qemu, record, seeds,
 };
 use bedplate_qcow2::OrderRule;
 use bedplate_sim::Rng;
@@ -148,6 +148,11 @@ fn i2_i6_snapshots_stay_as_they_are_whatever_is_written_over_them() {
 }
 
 #[test]
+fn i2_i4_i6_a_data_file_is_durable_before_what_maps_it() {
+    survive("data files", Profile { spec: Spec::external, ..Profile::MIXED }, 20);
+}
+
+#[test]
 fn i2_i6_subclusters_are_mapped_one_by_one() {
     let profile = Profile { spec: Spec::subclusters, discard: 20, zero: 20, ..Profile::MIXED };
     survive("subclusters", profile, 30);
@@ -208,6 +213,13 @@ fn breaking_i2_is_noticed() {
         what.contains("which it may not") || what.contains("check finds"),
         "noticed as: {what}"
     );
+}
+
+#[test]
+fn breaking_i2_with_a_data_file_is_noticed() {
+    let spec = |rng: &mut Rng| Spec { data_file: Some(DataFile::Mapped), ..plain(rng) };
+    let what = notice(OrderRule::DataFirst, Profile { spec, ..REUSING });
+    assert!(what.contains("which it may not"), "noticed as: {what}");
 }
 
 #[test]

@@ -2,7 +2,8 @@
 
 use crate::{bitmap, check, create, info, map, qemu_io, resize, serve, snapshot};
 use bedplate_types::limits;
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::path::PathBuf;
 
 /// Disks for virtual machines, kept in ordinary files and served at the speed of the device underneath.
 ///
@@ -56,6 +57,17 @@ pub enum Verb {
     Bitmap(bitmap::BitmapArgs),
     Serve(serve::ServeArgs),
     QemuIo(qemu_io::QemuIoArgs),
+}
+
+/// Which external data files may be used.
+#[derive(Args, Debug)]
+pub struct DataFileArgs {
+    /// Open the external data files that qcow2 headers name; relative names are relative to the current folder
+    #[arg(long)]
+    pub allow_data_file: bool,
+    /// The external data file of the image, whatever its header says
+    #[arg(long, value_name = "PATH")]
+    pub data_file: Option<PathBuf>,
 }
 
 fn after_help() -> String {

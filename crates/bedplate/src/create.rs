@@ -63,6 +63,10 @@ Options of qcow2 (-o):
   encrypt.ivgen-alg=ALG   plain64 or plain [default: plain64]
   encrypt.hash-alg=HASH   of key derivation: sha256, sha512 or sha1 [default: sha256]
   encrypt.iter-time=MS    milliseconds that trying a passphrase takes on this host [default: 2000]
+  extended_l2=on|off      L2 entries describe subclusters [default: off]
+  data_file=FILE          guest data goes to this file, which is made too; a relative name is relative to the current
+                          folder, now and whenever the image is used
+  data_file_raw=on|off    the data file reads as the disk at any time; its metadata is made at once [default: off]
 Options of raw and qcow2 (-o):
   size=SIZE               as SIZE
   preallocation=MODE      the space that is taken at once [default: off]:
@@ -76,6 +80,7 @@ Examples:
   bedplate create disk.qcow2 20G
   bedplate create -f raw -o preallocation=falloc disk.raw 20G
   bedplate create -o preallocation=prepared disk.qcow2 20G
+  bedplate create -o data_file=disk.data,data_file_raw=on disk.qcow2 20G
   bedplate create -b base.qcow2 -F qcow2 clone.qcow2
   bedplate create -o encrypt.format=luks --key-file disk.key disk.qcow2 20G",
         name = limits::MAX_BACKING_NAME

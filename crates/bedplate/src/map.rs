@@ -31,6 +31,8 @@ pub struct MapArgs {
     /// The format of backing files whose overlay does not state it
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<Format>,
+    #[command(flatten)]
+    data: cli::DataFileArgs,
     /// Look although another program is writing to the image
     #[arg(short = 'U', long)]
     force_share: bool,
@@ -54,6 +56,8 @@ pub fn run(args: &MapArgs) -> Result<ExitCode, Failure> {
         cache: CacheMode::Writeback,
         allow_backing: args.allow_backing,
         backing_format: args.backing_format,
+        allow_data_file: args.data.allow_data_file,
+        data_file: args.data.data_file.clone(),
         force_share: args.force_share,
         metadata_only: true,
         ..ChainOptions::default()
@@ -105,7 +109,8 @@ fn row(entry: &MapEntry, layers: &[OpenLayer]) -> String {
     if !entry.data || entry.zero {
         return String::new();
     }
-    let file = layers.get(entry.depth).map(|l| l.path.display().to_string()).unwrap_or_default();
+    let path = |l: &OpenLayer| l.data_file.as_ref().unwrap_or(&l.path).display().to_string();
+    let file = layers.get(entry.depth).map(path).unwrap_or_default();
     let at = entry.offset.map_or_else(|| "compressed".into(), |at| format!("{at:#x}"));
     let (start, len) = (format!("{:#x}", entry.start), format!("{:#x}", entry.length));
     format!("{start:<15} {len:<15} {at:<15} {file}\n")

@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use crate::keys::KeyArgs;
-use crate::output;
+use crate::{cli, output};
 use bedplate_image::{NewSize, ResizeOptions, resize};
 use bedplate_runtime::{Config, Runtime};
 use bedplate_types::{Format, Preallocation};
@@ -21,6 +21,7 @@ Values of --preallocation: off (the default), metadata (qcow2 only), falloc, ful
 --help'.
 
 Growing an image with a backing file needs --allow-backing: what that file holds beyond the old end must not show.
+Images with an external data file need --allow-data-file or --data-file; that file changes its size too.
 Internal snapshots keep the size that the disk had; going back to one brings that size back.
 
 Examples:
@@ -45,6 +46,8 @@ pub struct ResizeArgs {
     backing_format: Option<Format>,
     #[command(flatten)]
     keys: KeyArgs,
+    #[command(flatten)]
+    data: cli::DataFileArgs,
     /// Print nothing
     #[arg(short, long)]
     quiet: bool,
@@ -79,6 +82,8 @@ pub fn run(args: &ResizeArgs) -> Result<ExitCode, Failure> {
         allow_backing: args.allow_backing,
         backing_format: args.backing_format,
         passphrases: args.keys.read()?,
+        allow_data_file: args.data.allow_data_file,
+        data_file: args.data.data_file.clone(),
     };
     let runtime = Runtime::new(Config::default())?;
     runtime.block_on(resize(&args.file, &options))?;

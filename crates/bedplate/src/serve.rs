@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::keys::KeyArgs;
 use crate::output::OutputArgs;
 use crate::{cli, output};
-use bedplate_image::{ChainOptions, StateDir, human_size};
+use bedplate_image::{ChainOptions, OpenLayer, StateDir, human_size};
 use bedplate_server::{
     BlkOptions, Daemon, ExportKind, ExportStats, NbdAddr, NbdOptions, Signals, Stopped,
 };
@@ -78,6 +78,8 @@ pub struct ServeArgs {
     /// The format of backing files whose overlay does not state it
     #[arg(short = 'F', long, value_name = "FMT")]
     backing_format: Option<Format>,
+    #[command(flatten)]
+    data: cli::DataFileArgs,
     /// Serve although another program is writing to the image; needs --read-only
     #[arg(short = 'U', long, requires = "read_only")]
     force_share: bool,
@@ -193,9 +195,10 @@ fn quietly(printed: Result<(), Failure>) -> Result<(), Failure> {
 fn open(args: &ServeArgs) -> bedplate_types::Result<Daemon> {
     if let Some(size) = args.file.strip_prefix("null:") {
         let size = parse_size(size).context(|| format!("'{}' can't be served", args.file))?;
-        if args.format.is_some() || args.allow_backing {
-            let text =
-                "a null disk has no format and no backing file; leave -f and --allow-backing out";
+        let data = args.data.allow_data_file || args.data.data_file.is_some();
+        if args.format.is_some() || args.allow_backing || data {
+            let text = "a null disk has no format, no backing file and no data file; leave -f, --allow-backing, \
+                        --allow-data-file and --data-file out";
             return Err(Error::new(ErrorKind::InvalidInput, text));
         }
         return Daemon::null(size, args.read_only, args.cache);
@@ -206,6 +209,8 @@ fn open(args: &ServeArgs) -> bedplate_types::Result<Daemon> {
         cache: args.cache,
         allow_backing: args.allow_backing,
         backing_format: args.backing_format,
+        allow_data_file: args.data.allow_data_file,
+        data_file: args.data.data_file.clone(),
         force_share: args.force_share,
         l2_cache: args.l2_cache_size,
         state: args.state_dir.clone(),
@@ -256,10 +261,7 @@ fn announce(daemon: &Daemon, args: &ServeArgs) -> Result<(), Failure> {
     if args.output.is_json() {
         let exports: Vec<Value> =
             daemon.exports().enumerate().map(|(n, e)| export_json(n, e)).collect();
-        let layers: Vec<Value> = layers
-            .iter()
-            .map(|l| json!({"filename": l.path.display().to_string(), "format": l.format.to_string()}))
-            .collect();
+        let layers: Vec<Value> = layers.iter().map(layer_json).collect();
         return output::json_line(&json!({
             "event": "ready", "filename": args.file, "layers": layers, "virtual-size": size,
             "read-only": disk.read_only(), "cache": args.cache.to_string(), "exports": exports,
@@ -275,6 +277,9 @@ fn announce(daemon: &Daemon, args: &ServeArgs) -> Result<(), Failure> {
         human_size(size),
         args.cache
     );
+    if let Some(data) = layers.first().and_then(|l| l.data_file.as_ref()) {
+        let _ = writeln!(out, "  data in {}", data.display());
+    }
     for layer in layers.iter().skip(1) {
         let _ = writeln!(out, "  over {} ({})", layer.path.display(), layer.format);
     }
@@ -293,6 +298,16 @@ fn announce(daemon: &Daemon, args: &ServeArgs) -> Result<(), Failure> {
     }
     out.push_str("\nready\n");
     output::text(&out)
+}
+
+fn layer_json(layer: &OpenLayer) -> Value {
+    let mut json = json!({
+        "filename": layer.path.display().to_string(), "format": layer.format.to_string(),
+    });
+    if let Some(data) = &layer.data_file {
+        json["data-file"] = data.display().to_string().into();
+    }
+    json
 }
 
 fn export_json(n: usize, export: &ExportKind) -> Value {

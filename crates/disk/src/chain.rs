@@ -21,7 +21,7 @@ pub(crate) struct Chain<S: Storage> {
 pub(crate) enum Source {
     /// It reads as zeroes; `allocated` when space is kept for it.
     Zero { allocated: bool },
-    /// Bytes of the layer's storage.
+    /// Bytes of the layer's file, or its external data file.
     Data { layer: usize, at: HostOffset },
     /// Inside a compressed cluster of the layer.
     Compressed { layer: usize, cluster: CompressedCluster, within: ByteLen },

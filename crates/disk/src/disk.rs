@@ -113,7 +113,9 @@ impl<S: Storage> Disk<S> {
     /// What requests should look like.
     pub fn limits(&self) -> DiskLimits {
         let (cluster, storage) = match self.top() {
-            Some(Layer::Qcow2(image)) => (image.cluster_size().get() as u32, Some(image.storage())),
+            Some(Layer::Qcow2(image)) => {
+                (image.cluster_size().get() as u32, Some(image.data_storage()))
+            }
             Some(layer) => (512, layer.storage()),
             None => (512, None),
         };

@@ -25,7 +25,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// The file or device that holds the layer's data.
+    /// The file or device that is the layer's image.
     pub fn storage(&self) -> Option<&S> {
         match self {
             Self::Null(_) => None,

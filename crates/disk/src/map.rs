@@ -18,11 +18,11 @@ pub struct MapRun {
     pub present: bool,
     /// It is known to read as zeroes.
     pub zero: bool,
-    /// Bytes of the layer's storage belong to it.
+    /// Bytes of the storage of the layer's data belong to it.
     pub data: bool,
     /// It is compressed.
     pub compressed: bool,
-    /// Where it starts in the layer's storage.
+    /// Where it starts in the storage of the layer's data.
     pub offset: Option<HostOffset>,
 }
 
@@ -73,7 +73,7 @@ impl<S: Storage> Disk<S> {
                     }
                     Mapping::Data { host, len, .. } => {
                         // A cluster can lie in a hole of its file.
-                        let extent = image.storage().extent(host, len).await?;
+                        let extent = image.data_storage().extent(host, len).await?;
                         let zero = !extent.data && !image.is_encrypted();
                         let len = extent.len.min(len);
                         let offset = Some(host);

@@ -78,7 +78,7 @@ impl<S: Storage> Disk<S> {
         let map = image.epochs().pin();
         match image.lookup_run(write, at, len) {
             Run::At(host) => {
-                if let Some((file, io)) = direct(image.storage(), write, host, len, memory) {
+                if let Some((file, io)) = direct(image.data_storage(), write, host, len, memory) {
                     return Plan::Direct { file, at: host, pin: PlanPin { map: Some(map), io } };
                 }
                 image.epochs().unpin(map);
@@ -104,7 +104,7 @@ impl<S: Storage> Disk<S> {
         match self.top() {
             Some(Layer::Raw(storage)) => storage.end_direct(pin.io),
             Some(Layer::Qcow2(image)) => {
-                image.storage().end_direct(pin.io);
+                image.data_storage().end_direct(pin.io);
                 if let Some(map) = pin.map {
                     image.epochs().unpin(map);
                 }

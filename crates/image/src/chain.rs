@@ -3,6 +3,7 @@
 //! Callers: the daemon and `map`. The top image is opened for writing unless asked otherwise; backing images are
 //! opened read-only and locked against writers. Nothing is opened before it is allowed, and no image twice.
 
+use crate::data_file::{DataFile, open_data_file};
 use crate::name::{format_of, resolve_backing};
 use crate::state::{StateDir, left_behind, open_state, refuse_left_behind};
 use bedplate_disk::{Disk, Layer};
@@ -28,6 +29,10 @@ pub struct ChainOptions {
     pub allow_backing: bool,
     /// The format of backing files whose overlay does not state it.
     pub backing_format: Option<Format>,
+    /// External data files that headers name may be opened.
+    pub allow_data_file: bool,
+    /// The external data file of the image on top, whatever its header says.
+    pub data_file: Option<PathBuf>,
     /// Read although another program may be writing. Only with `read_only`.
     pub force_share: bool,
     /// Memory for L2 tables of the top image; `None`: the default.
@@ -49,6 +54,8 @@ pub struct OpenLayer {
     pub path: PathBuf,
     /// Its format.
     pub format: Format,
+    /// The file that holds its guest data, where that is another one.
+    pub data_file: Option<PathBuf>,
 }
 
 /// An open disk and the images it is made of, top first.
@@ -87,6 +94,11 @@ fn identity(path: &Path) -> Result<Identity> {
 pub(crate) struct Seen(HashSet<Identity>);
 
 impl Seen {
+    /// Notes another file of a chain; false when it is in it already.
+    pub(crate) fn is_new(&mut self, path: &Path) -> Result<bool> {
+        Ok(self.0.insert(identity(path)?))
+    }
+
     /// Notes the image at `path`.
     pub(crate) fn add(&mut self, path: &Path) -> Result<()> {
         if self.0.len() >= limits::MAX_CHAIN_DEPTH {
@@ -149,17 +161,20 @@ pub async fn open_chain(path: &Path, options: &ChainOptions) -> Result<OpenedDis
     // The images below are opened first: opening the top for writing may change it, and what is refused must not
     // be changed.
     let mut below = Vec::new();
-    let mut layers = vec![OpenLayer { path: path.to_path_buf(), format }];
+    let mut data: Option<DataFile> = None;
+    let mut layers = vec![OpenLayer { path: path.to_path_buf(), format, data_file: None }];
     if format == Format::Qcow2 {
         let header = read_header(&storage).await?;
         let writable = !options.read_only;
         check_supported(&header, writable)
             .context(|| format!("'{}' can't be opened", path.display()))?;
         let mut next = allowed_backing(path, &header, options)?;
-        while let Some(layer) = next.take() {
+        data = open_data_file(path, &header, options, true, &mut seen)?;
+        while let Some(mut layer) = next.take() {
             seen.add(&layer.path).context(|| backing_context(&layers))?;
-            let (opened, header) =
-                open_below(&layer, options).await.context(|| backing_context(&layers))?;
+            let (opened, header) = open_below(&mut layer, options, &mut seen)
+                .await
+                .context(|| backing_context(&layers))?;
             if let Some(header) = header {
                 next = allowed_backing(&layer.path, &header, options)?;
             }
@@ -169,11 +184,20 @@ pub async fn open_chain(path: &Path, options: &ChainOptions) -> Result<OpenedDis
     }
     let (top, state) = match format {
         Format::Raw => {
+            if options.data_file.is_some() {
+                let text = format!(
+                    "'{}' is raw and has no data file; leave --data-file out",
+                    path.display()
+                );
+                return Err(Error::new(ErrorKind::InvalidInput, text));
+            }
             warn_about_content(&storage, path).await;
             (Layer::Raw(Arc::new(storage)), None)
         }
         Format::Qcow2 => {
-            let (image, state) = open_top(path, storage, options).await?;
+            let (file, data) = data.unzip();
+            layers.iter_mut().take(1).for_each(|top| top.data_file.clone_from(&file));
+            let (image, state) = open_top(path, (storage, data), options).await?;
             (Layer::Qcow2(Arc::new(image)), state)
         }
     };
@@ -195,7 +219,7 @@ fn qcow2_options(options: &ChainOptions, read_only: bool) -> Qcow2Options {
 /// Opens the qcow2 image on top, with its state where there is to be one.
 async fn open_top(
     path: &Path,
-    storage: FileStorage,
+    (storage, data): (FileStorage, Option<FileStorage>),
     options: &ChainOptions,
 ) -> Result<(Qcow2<FileStorage>, Option<Arc<StateFile>>)> {
     let mut how = qcow2_options(options, options.read_only);
@@ -212,16 +236,16 @@ async fn open_top(
                 state.display()
             );
         }
-        return Ok((Qcow2::open(storage, &how).await?, None));
+        return Ok((Qcow2::open_with_data(storage, data, &how).await?, None));
     }
     if options.state == StateDir::None && !options.discard_state {
         refuse_left_behind(path)?;
     }
     let Some((state, start)) = open_state(path, &options.state, options.discard_state)? else {
-        return Ok((Qcow2::open(storage, &how).await?, None));
+        return Ok((Qcow2::open_with_data(storage, data, &how).await?, None));
     };
     how.journal = Some(start.clone());
-    let opened = Qcow2::open(storage, &how).await;
+    let opened = Qcow2::open_with_data(storage, data, &how).await;
     let image = match opened {
         Ok(image) if image.has_journal() => return Ok((image, Some(state))),
         Ok(image) => {
@@ -294,19 +318,24 @@ fn allowed_backing(
             ),
         ));
     };
-    Ok(Some(OpenLayer { path: below, format }))
+    Ok(Some(OpenLayer { path: below, format, data_file: None }))
 }
 
 async fn open_below(
-    layer: &OpenLayer,
+    layer: &mut OpenLayer,
     options: &ChainOptions,
+    seen: &mut Seen,
 ) -> Result<(Layer<FileStorage>, Option<Header>)> {
     let storage = open_storage(&layer.path, options, false)?;
     if layer.format == Format::Raw {
         return Ok((Layer::Raw(Arc::new(storage)), None));
     }
     let how = qcow2_options(options, true);
-    let image = Qcow2::open(storage, &how).await?;
+    let header = read_header(&storage).await?;
+    let data = open_data_file(&layer.path, &header, options, false, seen)?;
+    let (file, data) = data.unzip();
+    layer.data_file = file;
+    let image = Qcow2::open_with_data(storage, data, &how).await?;
     let header = image.header();
     Ok((Layer::Qcow2(Arc::new(image)), Some(header)))
 }

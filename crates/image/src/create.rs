@@ -5,7 +5,7 @@
 
 use crate::chain::cannot_find;
 use crate::encryption::NewEncryption;
-use crate::name::resolve_backing;
+use crate::name::{plain_path, resolve_backing};
 use bedplate_qcow2::format::{CompressionType, NewImage};
 use bedplate_qcow2::{OpenOptions as Qcow2Options, Passphrase, Qcow2, read_header};
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
@@ -43,7 +43,11 @@ pub struct CreateOptions {
     pub preallocation: Preallocation,
     /// The backing file.
     pub backing: Option<Backing>,
-    /// What the image is like, for qcow2. Its size, backing file and encryption are ignored.
+    /// The external data file that will hold the guest data, as its name will be stored; it is made too.
+    pub data_file: Option<PathBuf>,
+    /// That file reads as the disk at any time.
+    pub data_file_raw: bool,
+    /// What the image is like, for qcow2. Its size, backing file, data file and encryption are ignored.
     pub qcow2: NewImage,
     /// The encryption, for qcow2.
     pub encryption: NewEncryption,
@@ -79,6 +83,8 @@ impl CreateOptions {
             size: None,
             preallocation: Preallocation::Off,
             backing: None,
+            data_file: None,
+            data_file_raw: false,
             qcow2: NewImage::default(),
             encryption: NewEncryption::default(),
             passphrase: None,
@@ -153,18 +159,13 @@ impl CreateOptions {
                 self.backing.get_or_insert_default().format = Some(value.parse()?);
             }
             "extended_l2" => new.extended_l2 = on_off(key, value)?,
-            "data_file" | "data_file_raw" => {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    format!(
-                        "{key}={value} makes an image that this version can't use; leave the option out"
-                    ),
-                ));
-            }
+            "data_file" => self.data_file = Some(value.into()),
+            "data_file_raw" => self.data_file_raw = on_off(key, value)?,
             _ => {
                 return Err(invalid(format!(
                     "unknown option '{key}' for qcow2; known are backing_file, backing_fmt, cluster_size, compat, \
-                     compression_type, encrypt.*, extended_l2, lazy_refcounts, preallocation, refcount_bits and size"
+                     compression_type, data_file, data_file_raw, encrypt.*, extended_l2, lazy_refcounts, preallocation, \
+                     refcount_bits and size"
                 )));
             }
         }
@@ -208,11 +209,7 @@ async fn check_backing(options: &CreateOptions, backing: &Backing) -> Result<Opt
     if backing.unchecked {
         return Ok(None);
     }
-    let same = |a: &Path, b: &Path| match (a.canonicalize(), b.canonicalize()) {
-        (Ok(a), Ok(b)) => a == b,
-        _ => false,
-    };
-    if same(&below, &options.path) {
+    if is_same(&below, &options.path) {
         return Err(invalid("an image can't be its own backing file"));
     }
     let how = OpenOptions::new(&below).read_only(true).cache(CacheMode::Writeback);
@@ -313,9 +310,19 @@ async fn create_qcow2(options: &CreateOptions, size: ByteLen) -> Result<Created>
         (name, b.format.map(|f| f.to_string()))
     });
     let luks = options.encryption.make(options.passphrase.as_ref())?;
-    let new = NewImage { size, backing, luks, ..options.qcow2.clone() };
+    let data_file = options.data_file.as_ref().map(|d| d.as_os_str().as_bytes().to_vec());
+    let raw = options.data_file_raw;
+    let new =
+        NewImage { size, backing, data_file, data_file_raw: raw, luks, ..options.qcow2.clone() };
     let layout = new.layout()?;
-    let (file, storage, device) = NewFile::create(&options.path, layout.file_len, fill)?;
+    let data = match &options.data_file {
+        Some(path) => Some(create_data_file(options, path, layout.header.disk_size()).await?),
+        None => None,
+    };
+    let (data_file, data) = data.unzip();
+    // The image itself stays small then.
+    let of_image = if data.is_some() { Preallocation::Off } else { fill };
+    let (file, storage, device) = NewFile::create(&options.path, layout.file_len, of_image)?;
     if device {
         let mode = ZeroMode { unmap: false, fast_only: false };
         storage.write_zeroes(HostOffset::ZERO, layout.file_len, mode).await?;
@@ -331,15 +338,60 @@ async fn create_qcow2(options: &CreateOptions, size: ByteLen) -> Result<Created>
     }
     storage.sync().await?;
     let size = layout.header.disk_size();
-    if fill != Preallocation::Off {
+    // What reads as the disk is mapped as a whole from the beginning.
+    let fill = if raw && fill == Preallocation::Off { Preallocation::Metadata } else { fill };
+    if fill != Preallocation::Off && size > ByteLen::ZERO {
         let room = || format!("there is no room for {} bytes and their metadata", size.get());
         let how = Qcow2Options { metadata_only: true, ..Qcow2Options::default() };
-        let image = Qcow2::open(storage, &how).await?;
+        let image = Qcow2::open_with_data(storage, data, &how).await?;
         image.preallocate(fill).await.context(room)?;
         image.close().await?;
     }
     file.keep();
+    data_file.into_iter().for_each(NewFile::keep);
     Ok(Created { size })
+}
+
+/// Makes the file for the guest data, as long as the disk and without content.
+async fn create_data_file<'a>(
+    options: &CreateOptions,
+    path: &'a Path,
+    size: ByteLen,
+) -> Result<(NewFile<'a>, FileStorage)> {
+    let shown = path.display();
+    plain_path("data file", &options.path, path.as_os_str().as_bytes())?;
+    let backing = options.backing.as_ref();
+    let backing = backing.map(|b| resolve_backing(&options.path, b.name.as_os_str().as_bytes()));
+    let others = [Some(options.path.clone()), backing.transpose()?];
+    if others.iter().flatten().any(|other| is_same(other, path)) {
+        return Err(invalid(format!(
+            "'{shown}' can't hold the data of '{}': it is that image itself or its backing file",
+            options.path.display()
+        )));
+    }
+    let failed = || format!("cannot make the data file '{shown}'");
+    let (file, storage, device) =
+        NewFile::create(path, size, options.preallocation).context(failed)?;
+    if device {
+        let mode = ZeroMode { unmap: true, fast_only: false };
+        storage.write_zeroes(HostOffset::ZERO, size, mode).await.context(failed)?;
+    } else {
+        storage.set_len(size).await.context(failed)?;
+    }
+    storage.sync().await.context(failed)?;
+    Ok((file, storage))
+}
+
+/// True when both paths lead to one file, or would once it is made.
+fn is_same(a: &Path, b: &Path) -> bool {
+    let real = |path: &Path| {
+        let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
+        path.canonicalize().ok().or_else(|| {
+            let folder = folder.unwrap_or(Path::new(".")).canonicalize().ok()?;
+            Some(folder.join(path.file_name()?))
+        })
+    };
+    real(a).is_some_and(|a| Some(a) == real(b))
 }
 
 fn iovec(bytes: &[u8]) -> Result<IoVec> {
@@ -368,6 +420,10 @@ impl fmt::Display for CreateOptions {
             if let Some(format) = b.format {
                 write!(f, " backing_fmt={format}")?;
             }
+        }
+        if let Some(data) = &self.data_file {
+            let raw = if self.data_file_raw { "on" } else { "off" };
+            write!(f, " data_file={} data_file_raw={raw}", data.display())?;
         }
         Ok(())
     }

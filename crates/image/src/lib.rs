@@ -2,7 +2,7 @@
 //!
 //! Callers: the command and the daemon. Everything here runs on a thread that has a runtime.
 //!
-//! Invariants: no file is opened but the one that was named, unless the operator allowed its backing files; a
+//! Invariants: no file is opened but the one that was named, unless the operator allowed its backing and data files; a
 //! format is stated or told by the file's extension, never guessed from content; what is refused is not changed.
 #![forbid(unsafe_code)]
 
@@ -10,6 +10,7 @@ mod bitmap;
 mod chain;
 mod check;
 mod create;
+mod data_file;
 mod describe;
 mod encryption;
 mod info;

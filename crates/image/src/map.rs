@@ -22,7 +22,7 @@ pub struct MapEntry {
     pub data: bool,
     /// It is compressed.
     pub compressed: bool,
-    /// Where in the image's file it starts.
+    /// Where in the image's file, or its data file, it starts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offset: Option<u64>,
 }

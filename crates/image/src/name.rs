@@ -27,12 +27,24 @@ fn has_protocol(name: &[u8]) -> bool {
 /// # Errors
 /// `InvalidInput` for an empty or over-long name, `Unsupported` for one that is not a path.
 pub(crate) fn resolve_backing(image: &Path, name: &[u8]) -> Result<PathBuf> {
+    let path = plain_path("backing file", image, name)?;
+    Ok(match image.parent() {
+        Some(folder) => folder.join(path),
+        None => path,
+    })
+}
+
+/// The path that the image at `image` calls `name`, as what it is (`what`).
+///
+/// # Errors
+/// `InvalidInput` for an empty or over-long name, `Unsupported` for one that is not a path.
+pub(crate) fn plain_path(what: &str, image: &Path, name: &[u8]) -> Result<PathBuf> {
     let shown = String::from_utf8_lossy(name);
     if name.is_empty() || name.len() > limits::MAX_BACKING_NAME as usize || name.contains(&0) {
         return Err(Error::new(
             ErrorKind::InvalidInput,
             format!(
-                "the backing file's name is {} bytes long; names of 1 to {} bytes without NUL are allowed",
+                "the {what}'s name is {} bytes long; names of 1 to {} bytes without NUL are allowed",
                 name.len(),
                 limits::MAX_BACKING_NAME
             ),
@@ -42,17 +54,13 @@ pub(crate) fn resolve_backing(image: &Path, name: &[u8]) -> Result<PathBuf> {
         return Err(Error::new(
             ErrorKind::Unsupported,
             format!(
-                "the backing file '{shown}' of '{}' is not a plain path (a word before a colon names a protocol); \
-                 only files and block devices can be backing files; write './' before a path that has a colon",
+                "the {what} '{shown}' of '{}' is not a plain path (a word before a colon names a protocol); \
+                 only files and block devices can be used; write './' before a path that has a colon",
                 image.display()
             ),
         ));
     }
-    let path = Path::new(OsStr::from_bytes(name));
-    Ok(match image.parent() {
-        Some(folder) => folder.join(path),
-        None => path.to_path_buf(),
-    })
+    Ok(PathBuf::from(OsStr::from_bytes(name)))
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
 //! Another size for the disk in an image.
 //!
 //! Caller: the command. The backing files of an image are opened only where a growing disk could show what they hold
-//! beyond its old end.
+//! beyond its old end, or where it has an external data file.
 
 use crate::chain::{ChainOptions, open_chain};
+use crate::data_file::has_data_file;
 use crate::name::format_of;
 use crate::state::refuse_left_behind;
 use bedplate_disk::{Disk, Layer};
@@ -12,7 +13,7 @@ use bedplate_storage::{FileStorage, OpenOptions, Storage};
 use bedplate_types::{
     ByteLen, CacheMode, Error, ErrorKind, Format, Preallocation, Result, ResultExt,
 };
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -69,6 +70,10 @@ pub struct ResizeOptions {
     pub backing_format: Option<Format>,
     /// What may open encrypted images.
     pub passphrases: Vec<Passphrase>,
+    /// External data files that headers name may be opened.
+    pub allow_data_file: bool,
+    /// The image's external data file, whatever its header says.
+    pub data_file: Option<PathBuf>,
 }
 
 /// Changes the size of the disk in the image at `path`; returns the new size.
@@ -84,16 +89,16 @@ pub async fn resize(path: &Path, options: &ResizeOptions) -> Result<ByteLen> {
         _ => CacheMode::Writeback,
     };
     let storage = FileStorage::open(&OpenOptions::new(path).cache(cache))?;
-    let (old, overlay) = match format {
-        Format::Raw => (storage.len(), false),
+    let (old, overlay, external) = match format {
+        Format::Raw => (storage.len(), false, false),
         Format::Qcow2 => {
             refuse_left_behind(path)?;
             let header = read_header(&storage).await?;
-            (header.disk_size(), header.backing_file.is_some())
+            (header.disk_size(), header.backing_file.is_some(), has_data_file(&header))
         }
     };
     let new = check_size(old, options).context(failed)?;
-    let disk = if overlay && new > old {
+    let disk = if (overlay && new > old) || external || options.data_file.is_some() {
         drop(storage);
         let chain = ChainOptions {
             format: Some(format),
@@ -101,6 +106,8 @@ pub async fn resize(path: &Path, options: &ResizeOptions) -> Result<ByteLen> {
             allow_backing: options.allow_backing,
             backing_format: options.backing_format,
             passphrases: options.passphrases.clone(),
+            allow_data_file: options.allow_data_file,
+            data_file: options.data_file.clone(),
             ..ChainOptions::default()
         };
         open_chain(path, &chain).await?.disk

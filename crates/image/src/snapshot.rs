@@ -2,6 +2,7 @@
 //!
 //! Caller: the command. The image's backing files are not opened: snapshots share what the image itself holds.
 
+use crate::data_file::has_data_file;
 use crate::describe::snapshot_list;
 use crate::info::{SnapshotInfo, snapshot_info};
 use crate::state::refuse_left_behind;
@@ -70,6 +71,15 @@ pub async fn change_snapshots(
     check_format(path, format)?;
     let storage = FileStorage::open(&FileOptions::new(path).cache(CacheMode::Writeback))?;
     refuse_left_behind(path)?;
+    if has_data_file(&read_header(&storage).await?) {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "'{}' keeps its data in an external data file; such images have no internal snapshots",
+                path.display()
+            ),
+        ));
+    }
     let image =
         Qcow2::open(storage, &OpenOptions { metadata_only: true, ..OpenOptions::default() })
             .await?;

@@ -9,7 +9,7 @@ use crate::slice::{Slice, SliceId};
 use bedplate_runtime::buf::SharedBuf;
 use bedplate_runtime::sync::Event;
 use bedplate_storage::Storage;
-use bedplate_types::{Error, ErrorKind, Result};
+use bedplate_types::{Error, ErrorKind, GuestOffset, Result};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -118,8 +118,11 @@ impl<S: Storage> Qcow2<S> {
         let bytes = buf.into_buf()?;
         let words: Vec<u64> =
             bytes.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect();
-        let mut entries = words.chunks_exact(self.tables.geo.entry_words());
-        let careful = entries.any(|entry| self.entry_fault(entry).is_some());
+        let first = self.tables.slice_start(id).get();
+        let guests =
+            (0..).map(|n| GuestOffset::new(first.saturating_add(n * self.tables.cluster())));
+        let mut entries = words.chunks_exact(self.tables.geo.entry_words()).zip(guests);
+        let careful = entries.any(|(entry, at)| self.entry_fault(at, entry).is_some());
         self.place_slice(id, Slice::new(words.into_iter(), careful))
     }
 
@@ -155,8 +158,9 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// Why an L2 entry, given as its words, must not be used, if so: its own rules, or where it points.
-    pub(crate) fn entry_fault(&self, words: &[u64]) -> Option<String> {
+    /// Why the L2 entry of the cluster at `at`, given as its words, must not be used, if so: its own rules, or where it
+    /// points.
+    pub(crate) fn entry_fault(&self, at: GuestOffset, words: &[u64]) -> Option<String> {
         let (word, map) = (words.first().copied(), words.get(1).copied());
         let cluster = self.tables.codec.cluster(word.unwrap_or(0), map.unwrap_or(0));
         let (host, len) = match cluster.map(|c| c.entry) {
@@ -167,6 +171,11 @@ impl<S: Storage> Qcow2<S> {
             Ok(L2Entry::Compressed { host, .. }) => (host, 1),
             Ok(_) => return None,
         };
+        if self.tables.codec.has_data_file() {
+            let wrong = host.get() != at.get();
+            return wrong
+                .then(|| "data in an external data file lies at the guest's own offset".into());
+        }
         if !self.space.contains(host, len) {
             return Some("it points past the end of the file".into());
         }

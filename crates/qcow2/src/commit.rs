@@ -20,7 +20,7 @@ impl<S: Storage> Qcow2<S> {
     /// Makes the mappings of all jobs whose data was written; the clusters of the others go back.
     pub(crate) async fn commit(&self, jobs: &mut [Job]) {
         let mut used = Vec::new();
-        for job in jobs.iter().filter(|j| j.needs_cluster()) {
+        for job in jobs.iter().filter(|j| j.needs_cluster() && !self.has_data_file()) {
             let cluster = self.space.cluster_of(job.host);
             if job.failed.is_some() {
                 self.give_back(FreeRun { first: cluster, clusters: 1, zeroed: false });
@@ -117,6 +117,7 @@ impl<S: Storage> Qcow2<S> {
     /// The references that an entry holds.
     pub(crate) fn references(&self, entry: L2Entry) -> Vec<Freed> {
         let (host, len) = match entry {
+            _ if self.has_data_file() => return Vec::new(), // what lies there is not counted
             L2Entry::Unallocated | L2Entry::Zero { host: None, .. } => return Vec::new(),
             L2Entry::Data { host, .. } | L2Entry::Zero { host: Some(host), .. } => {
                 (host, ByteLen::new(1))

@@ -193,6 +193,17 @@ impl Gap {
 }
 
 impl<S: Storage> Qcow2<S> {
+    /// What must be filled of a job's cluster. A data file ends where the disk does.
+    fn gaps(&self, job: &Job) -> Gaps {
+        let mut gaps = job.gaps(self.tables.geo);
+        if self.has_data_file() {
+            let end = self.disk_end().saturating_sub(job.at.get());
+            gaps.iter_mut().for_each(|gap| gap.end = gap.end.min(end));
+            gaps.retain(|gap| gap.start < gap.end);
+        }
+        gaps
+    }
+
     /// Adds all that must be written to a job's cluster to `segments`, if that needs no I/O; else adds nothing.
     pub(crate) fn compose_at_once<B: Below>(
         &self,
@@ -200,7 +211,7 @@ impl<S: Storage> Qcow2<S> {
         job: &Job,
         segments: &mut Vec<Segment>,
     ) -> Result<bool> {
-        let gaps = job.gaps(self.tables.geo);
+        let gaps = self.gaps(job);
         if !gaps.iter().all(|gap| gap.is_zero(below)) {
             return Ok(false);
         }
@@ -215,7 +226,7 @@ impl<S: Storage> Qcow2<S> {
     pub(crate) async fn compose<B: Below>(&self, below: &B, job: &Job) -> Result<Vec<Segment>> {
         let mut segments = Vec::new();
         job.data(&mut segments)?;
-        let gaps = job.gaps(self.tables.geo);
+        let gaps = self.gaps(job);
         let whole = match job.old.entry {
             L2Entry::Compressed { host, len } if !gaps.is_empty() => {
                 Some(self.decompress(&CompressedCluster { host, len }).await?)
@@ -289,7 +300,7 @@ impl<S: Storage> Qcow2<S> {
         if !job.zeroed {
             return add(start, end);
         }
-        let align = u64::from(self.storage.limits().align.max(1));
+        let align = u64::from(self.data_storage().limits().align.max(1));
         let head = start.next_multiple_of(align).min(end);
         add(start, head)?;
         add((end - end % align).max(head), end)

@@ -15,8 +15,8 @@ impl<S: Storage> Qcow2<S> {
     /// `Denied` when the image is encrypted and was opened without its key, or what the storage reports.
     pub async fn read_data(&self, at: HostOffset, buf: IoVec) -> Result<()> {
         match self.cipher()? {
-            None => self.storage.read(at, buf).await,
-            Some(cipher) => cipher.read(&self.storage, at, &buf).await,
+            None => self.data_storage().read(at, buf).await,
+            Some(cipher) => cipher.read(self.data_storage(), at, &buf).await,
         }
     }
 
@@ -26,8 +26,8 @@ impl<S: Storage> Qcow2<S> {
     /// As [`Self::read_data`].
     pub(crate) async fn write_data(&self, at: HostOffset, buf: IoVec) -> Result<()> {
         match self.cipher()? {
-            None => self.storage.write(at, buf).await,
-            Some(cipher) => cipher.write(&self.storage, at, &buf).await,
+            None => self.data_storage().write(at, buf).await,
+            Some(cipher) => cipher.write(self.data_storage(), at, &buf).await,
         }
     }
 

@@ -32,6 +32,9 @@ impl<S: Storage> Qcow2<S> {
     pub async fn discard<B: Below>(&self, below: &B, at: GuestOffset, len: ByteLen) -> Result<()> {
         self.check_writable()?;
         self.before_change(at, len).await?;
+        if self.raw_data {
+            return self.clear_raw(at, len, None).await;
+        }
         let (start, end) = self.whole_clusters(at, len);
         if !self.tables.codec.has_zeroes() && !below.is_empty() {
             return Ok(()); // version 2 can't hide what lies below
@@ -56,6 +59,9 @@ impl<S: Storage> Qcow2<S> {
     ) -> Result<()> {
         self.check_writable()?;
         self.before_change(at, len).await?;
+        if self.raw_data {
+            return self.clear_raw(at, len, Some(mode)).await;
+        }
         let by_mapping = self.tables.codec.has_zeroes() || (below.is_empty() && mode.unmap);
         let (mut start, mut end) = self.whole_clusters(at, len);
         if !by_mapping {
@@ -217,6 +223,7 @@ impl<S: Storage> Qcow2<S> {
         let geo = self.tables.geo;
         let mut changes = Vec::new();
         let mut freed: Vec<Freed> = Vec::new();
+        let mut emptied = Vec::new();
         for start in (at..end).step_by(cluster as usize) {
             let guest = GuestOffset::new(start);
             let old = self.cluster(guest).await?;
@@ -227,6 +234,7 @@ impl<S: Storage> Qcow2<S> {
             changes.extend(new.map.map(|map| WordChange::whole(index + 1, map.raw())));
             if host_of(new.entry).is_none() {
                 freed.extend(self.references(old.entry));
+                emptied.extend(host_of(old.entry).map(|_| start));
             }
         }
         if changes.is_empty() {
@@ -235,6 +243,7 @@ impl<S: Storage> Qcow2<S> {
         self.ensure_table(id.l1).await?;
         self.change_words(id, &changes).await?;
         self.space.note_freed(freed);
+        self.give_back_data(&emptied).await;
         Ok(())
     }
 }

@@ -3,6 +3,7 @@
 use crate::bitmaps::Bitmaps;
 use crate::cache::SliceCache;
 use crate::crypt::Protection;
+use crate::data_file::is_raw;
 use crate::faults::OrderFaults;
 use crate::format::Header;
 use crate::journal::Journal;
@@ -24,6 +25,10 @@ use std::time::Instant;
 /// a journal ([`OpenOptions::journal`](crate::OpenOptions)), the next opening finds all that was completed.
 pub struct Qcow2<S: Storage> {
     pub(crate) storage: S,
+    /// The external data file, in images that have one ([`crate::data_file`]).
+    pub(crate) data: Option<S>,
+    /// That file reads as the disk.
+    pub(crate) raw_data: bool,
     pub(crate) read_only: bool,
     /// The disk's size in bytes.
     pub(crate) size: AtomicU64,
@@ -75,7 +80,7 @@ pub(crate) struct Dirty {
 
 impl<S: Storage> Qcow2<S> {
     pub(crate) fn assemble(
-        storage: S,
+        (storage, data): (S, Option<S>),
         header: Header,
         read_only: bool,
         tables: Tables,
@@ -85,6 +90,8 @@ impl<S: Storage> Qcow2<S> {
     ) -> Self {
         Self {
             storage,
+            data,
+            raw_data: is_raw(&header),
             read_only,
             size: AtomicU64::new(header.disk_size().get()),
             tables,
@@ -127,7 +134,7 @@ impl<S: Storage> Qcow2<S> {
         ByteLen::new(self.tables.cluster())
     }
 
-    /// The file or device that holds the image.
+    /// The file or device that holds the image; see also [`Self::data_storage`].
     pub fn storage(&self) -> &S {
         &self.storage
     }

@@ -14,6 +14,7 @@ mod commit;
 mod cow;
 mod crypt;
 mod data;
+mod data_file;
 mod discard;
 mod faults;
 pub mod format;

@@ -38,7 +38,7 @@ pub enum Mapping {
         /// Host space is kept for it.
         allocated: bool,
     },
-    /// Bytes of the file.
+    /// Bytes of the file, or of the data file ([`Qcow2::data_storage`]).
     Data {
         /// Where the run starts in the file.
         host: HostOffset,
@@ -61,7 +61,7 @@ pub enum Mapping {
 /// What a whole guest range is, when it is one run that needs no work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Run {
-    /// Contiguous bytes of the file; for a write, writable in place.
+    /// Contiguous bytes of the file, or of the data file ([`Qcow2::data_storage`]); for a write, writable in place.
     At(HostOffset),
     /// Zeroes.
     Zero,
@@ -245,10 +245,12 @@ impl<S: Storage> Cursor<'_, S> {
         };
         let fault = match tables.codec.cluster(words.0, words.1) {
             Ok(cluster) if !slice.careful => return Ok(Some(cluster)),
-            Ok(cluster) => match self.image.entry_fault(&[words.0, words.1]) {
-                None => return Ok(Some(cluster)),
-                Some(fault) => fault,
-            },
+            Ok(cluster) => {
+                match self.image.entry_fault(tables.geo.cluster_start(at), &[words.0, words.1]) {
+                    None => return Ok(Some(cluster)),
+                    Some(fault) => fault,
+                }
+            }
             Err(e) => e.to_string(),
         };
         let (name, word) = (self.image.storage.name(), words.0);

@@ -4,6 +4,7 @@ use crate::bitmaps::{find_bitmaps, has_bitmaps};
 use crate::cache::SliceCache;
 use crate::check::recount;
 use crate::crypt::{CRYPT_LUKS, Passphrase, Protection, unlock};
+use crate::data_file::{check_data_file, is_external, is_raw};
 use crate::format::{
     ENTRY_BYTES, EntryCodec, Geometry, Header, L1Entry, Snapshot, autoclear, check_supported,
     compat, incompat, luks_place, parse_table,
@@ -62,6 +63,10 @@ pub async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
     Header::parse(&bytes).context(named)
 }
 
+fn is_writable<S: Storage>(storage: &S, data: Option<&S>, options: &OpenOptions) -> bool {
+    !options.read_only && !storage.read_only() && !data.is_some_and(Storage::read_only)
+}
+
 fn refused<S: Storage>(storage: &S) -> String {
     format!("'{}' can't be opened", storage.name())
 }
@@ -90,14 +95,28 @@ impl<S: Storage> Qcow2<S> {
     /// `BadImage`, `Unsupported` or `Corrupt` with a sentence that says why it is refused, `Denied` without the right
     /// passphrase, or what the storage reports.
     pub async fn open(storage: S, options: &OpenOptions) -> Result<Self> {
+        Self::open_with_data(storage, None, options).await
+    }
+
+    /// As [`Self::open`], for an image that may keep its guest data in an external data file, which is `data` then.
+    ///
+    /// # Errors
+    /// Also `Denied` when the image needs a data file that is not there, `InvalidInput` when it needs none, `BadImage`
+    /// when the file is shorter than the disk.
+    pub async fn open_with_data(
+        storage: S,
+        data: Option<S>,
+        options: &OpenOptions,
+    ) -> Result<Self> {
         let mut header = read_header(&storage).await?;
-        let writable = !options.read_only && !storage.read_only();
+        let writable = is_writable(&storage, data.as_ref(), options);
         check_supported(&header, writable).context(|| refused(&storage))?;
+        check_data_file(&header, data.as_ref()).context(|| refused(&storage))?;
         let geo = header.geometry().context(|| refused(&storage))?;
         let protection = protection(&storage, &header, geo, options).await;
         let protection = protection.context(|| refused(&storage))?;
         if !writable {
-            let mut image = Self::load(storage, header, options).await?;
+            let mut image = Self::load(storage, data, header, options).await?;
             image.protection = protection;
             return Ok(image);
         }
@@ -105,7 +124,7 @@ impl<S: Storage> Qcow2<S> {
         let journal = options.journal.as_ref().filter(|_| header.version >= 3);
         let judged = journal.map(|start| judge_journal(start, &header, &storage.name()));
         let mut kept = judged.transpose()?.flatten();
-        let mut storage = storage;
+        let (mut storage, mut data) = (storage, data);
         if header.incompatible & incompat::DIRTY != 0 {
             tracing::info!(
                 image = storage.name(),
@@ -113,15 +132,15 @@ impl<S: Storage> Qcow2<S> {
             );
             if let Some(kept) = &mut kept {
                 // The counts lag behind as it is: the mappings first, then all counts from them.
-                let mut image = Self::load(storage, header, options).await?;
+                let mut image = Self::load(storage, data, header, options).await?;
                 image.lazy = AtomicBool::new(true);
                 image.take_up(&std::mem::take(&mut kept.changes)).await?;
-                storage = image.storage;
+                (storage, data) = (image.storage, image.data);
             }
             recount(&storage).await.context(|| refused(&storage))?;
             header = read_header(&storage).await?;
         }
-        let mut image = Self::load(storage, header, options).await?;
+        let mut image = Self::load(storage, data, header, options).await?;
         image.protection = protection;
         if let Some(kept) = &kept {
             image.take_up(&kept.changes).await?;
@@ -135,13 +154,18 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// An image with nothing of it in memory but what is always there.
-    async fn load(storage: S, header: Header, options: &OpenOptions) -> Result<Self> {
-        let writable = !options.read_only && !storage.read_only();
+    async fn load(
+        storage: S,
+        data: Option<S>,
+        header: Header,
+        options: &OpenOptions,
+    ) -> Result<Self> {
+        let writable = is_writable(&storage, data.as_ref(), options);
         let refused = || refused(&storage);
         let geo = header.geometry().context(refused)?;
         let l1_bytes = u64::from(header.l1_size) * ENTRY_BYTES;
         let l1 = words(&read_bytes(&storage, header.l1_offset, l1_bytes as usize).await?);
-        let codec = EntryCodec::new(geo, header.version);
+        let codec = EntryCodec::new(geo, header.version).with_data_file(is_external(&header));
         let found = if writable {
             find_space(&storage, &header, geo, codec, &l1, options).await.context(refused)?
         } else {
@@ -159,7 +183,7 @@ impl<S: Storage> Qcow2<S> {
         let slices = (options.l2_cache.get() / geo.slice_bytes() as u64) as usize;
         let tables = Tables::new(geo, codec, &l1);
         let cache = SliceCache::new(slices);
-        Ok(Self::assemble(storage, header, !writable, tables, cache, space, l1))
+        Ok(Self::assemble((storage, data), header, !writable, tables, cache, space, l1))
     }
 
     /// Brings the header and refcounts into the state that writing starts from.
@@ -167,7 +191,8 @@ impl<S: Storage> Qcow2<S> {
         let header = self.header();
         // What other bits vouch for is not kept up to date here (specification, "Autoclear features").
         let bitmaps = if has_bitmaps(&header) { autoclear::BITMAPS } else { 0 };
-        let autoclear = kept.map_or(0, |k| k.token) | bitmaps;
+        let raw = if is_raw(&header) { autoclear::RAW_EXTERNAL_DATA } else { 0 };
+        let autoclear = kept.map_or(0, |k| k.token) | bitmaps | raw;
         if header.autoclear != autoclear {
             self.change_header(|h| h.autoclear = autoclear).await?;
         }

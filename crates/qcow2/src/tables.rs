@@ -79,6 +79,13 @@ impl Tables {
         (id, self.geo.index_in_slice(at))
     }
 
+    /// The guest address of a slice's first cluster.
+    pub(crate) fn slice_start(&self, id: SliceId) -> GuestOffset {
+        let table = u64::from(id.l1).saturating_mul(self.geo.l2_coverage());
+        let part = u64::from(id.part).saturating_mul(self.geo.slice_coverage());
+        GuestOffset::new(table.saturating_add(part))
+    }
+
     /// Bytes from `at` to the end of what its L2 table maps.
     pub(crate) fn to_table_end(&self, at: GuestOffset) -> ByteLen {
         let span = self.geo.l2_coverage();

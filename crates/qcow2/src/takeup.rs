@@ -12,7 +12,7 @@ use crate::journal::{Change, Found, Journal, JournalStart, Kept, examine};
 use crate::slice::{SliceId, WordChange};
 use crate::space::Freed;
 use bedplate_storage::Storage;
-use bedplate_types::{Error, ErrorKind, HostOffset, Result};
+use bedplate_types::{Error, ErrorKind, GuestOffset, HostOffset, Result};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// The last word of each place that the journal tells of.
@@ -239,7 +239,9 @@ impl<S: Storage> Qcow2<S> {
             if old == new {
                 continue;
             }
-            if self.entry_fault(&new).is_some() {
+            let cluster = self.tables.cluster().saturating_mul((first / stride) as u64);
+            let at = self.tables.slice_start(id).get().saturating_add(cluster);
+            if self.entry_fault(GuestOffset::new(at), &new).is_some() {
                 return Err(self.stale("a mapping of theirs can't be right"));
             }
             let (Ok(old), Ok(new)) = (self.tables.codec.l2(old[0]), self.tables.codec.l2(new[0]))

@@ -246,6 +246,11 @@ impl<S: Storage> Qcow2<S> {
 
     /// Gives each job the host cluster it will write to.
     async fn place_jobs(&self, jobs: &mut [Job]) -> Result<()> {
+        if self.has_data_file() {
+            // The guest's own offset, where anything may lie that nothing maps.
+            jobs.iter_mut().for_each(|j| j.host = HostOffset::new(j.at.get()));
+            return Ok(());
+        }
         let new = jobs.iter().filter(|j| j.needs_cluster()).count() as u64;
         let mut runs = self.take_clusters(new).await?.into_iter();
         let mut run = runs.next();

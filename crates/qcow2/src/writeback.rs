@@ -84,7 +84,7 @@ impl<S: Storage> Qcow2<S> {
             self.write_blocks().await?;
         }
         if !mapped || self.faults.keeps(OrderRule::DataFirst) {
-            self.storage.sync().await?;
+            self.sync_all().await?;
         }
         if !mapped {
             return Ok(());

@@ -128,6 +128,8 @@ pub enum Event {
     SyncStart {
         /// The request.
         id: OpId,
+        /// Where changes become durable. Changes of the length belong to the end.
+        range: std::ops::Range<u64>,
     },
     /// A sync's caller was told.
     SyncEnd {
@@ -180,9 +182,13 @@ impl Ledger {
                     p.ended = true;
                 }
             }
-            Event::SyncStart { id } => {
-                let done = self.pending.iter().filter(|p| p.ended && !p.lost).map(|p| p.id);
-                self.syncs.insert(*id, done.collect());
+            Event::SyncStart { id, range } => {
+                let covers = |p: &&Pending| match p.change {
+                    Change::Grow { .. } | Change::SetLen { .. } => range.end == u64::MAX,
+                    _ => range.contains(&p.change.range().start),
+                };
+                let done = self.pending.iter().filter(|p| p.ended && !p.lost).filter(covers);
+                self.syncs.insert(*id, done.map(|p| p.id).collect());
             }
             Event::SyncEnd { id, ok } => {
                 let covered = self.syncs.remove(id).unwrap_or_default();
@@ -310,11 +316,26 @@ mod tests {
     fn a_sync_covers_what_ended_before_it_started_and_nothing_else() {
         let mut l = Ledger::new(Image::new(4096));
         run(&mut l, 1, write(0, 1, 512));
-        l.step(&Event::SyncStart { id: 2 });
+        l.step(&Event::SyncStart { id: 2, range: 0..u64::MAX });
         run(&mut l, 3, write(512, 3, 512));
         l.step(&Event::SyncEnd { id: 2, ok: true });
         assert_eq!((byte(l.durable(), 0), byte(l.durable(), 512)), (1, 0));
         assert_eq!(byte(l.visible(), 512), 3);
+    }
+
+    #[test]
+    fn a_sync_of_one_part_leaves_the_other_in_doubt() {
+        let mut l = Ledger::new(Image::new(4096));
+        run(&mut l, 1, write(0, 1, 512));
+        run(&mut l, 2, write(2048, 2, 512));
+        run(&mut l, 3, Change::SetLen { len: 8192 });
+        l.step(&Event::SyncStart { id: 4, range: 0..2048 });
+        l.step(&Event::SyncEnd { id: 4, ok: true });
+        assert_eq!((byte(l.durable(), 0), byte(l.durable(), 2048)), (1, 0));
+        assert_eq!(l.durable().len(), 4096);
+        l.step(&Event::SyncStart { id: 5, range: 2048..u64::MAX });
+        l.step(&Event::SyncEnd { id: 5, ok: true });
+        assert_eq!((byte(l.durable(), 2048), l.durable().len()), (2, 8192));
     }
 
     #[test]
@@ -323,7 +344,7 @@ mod tests {
         l.step(&Event::Start { id: 1, change: write(0, 1, 1024) });
         l.step(&Event::Apply { id: 1, only: None });
         run(&mut l, 2, write(512, 2, 512));
-        l.step(&Event::SyncStart { id: 3 });
+        l.step(&Event::SyncStart { id: 3, range: 0..u64::MAX });
         l.step(&Event::SyncEnd { id: 3, ok: true });
         for state in l.crash_point().states(1, 100) {
             assert_eq!(byte(&state.image, 512), 2, "{state}");
@@ -335,7 +356,7 @@ mod tests {
         let mut l = Ledger::new(Image::new(4096));
         run(&mut l, 1, write(0, 1, 512));
         for (id, ok) in [(2, false), (3, true)] {
-            l.step(&Event::SyncStart { id });
+            l.step(&Event::SyncStart { id, range: 0..u64::MAX });
             l.step(&Event::SyncEnd { id, ok });
         }
         assert!(l.crash_point().states(1, 100).any(|s| byte(&s.image, 0) == 0));

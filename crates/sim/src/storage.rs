@@ -177,7 +177,7 @@ impl State {
         let apply_at = self.rng.below(u64::from(polls_left) + 1) as u32;
         let has_change = change.is_some();
         if kind == OpKind::Sync {
-            self.event(Event::SyncStart { id });
+            self.event(Event::SyncStart { id, range: range.clone() });
         } else if let Some(change) = change {
             self.event(Event::Start { id, change });
         }
@@ -267,6 +267,8 @@ impl State {
 #[derive(Clone)]
 pub struct SimStorage {
     state: Arc<Mutex<State>>,
+    /// The part of the contents that this is a handle on; one with an end has a fixed length.
+    window: (u64, Option<u64>),
 }
 
 impl SimStorage {
@@ -289,7 +291,14 @@ impl SimStorage {
             next_id: 0,
             orphans: Vec::new(),
         };
-        Self { state: Arc::new(Mutex::new(state)) }
+        Self { state: Arc::new(Mutex::new(state)), window: (0, None) }
+    }
+
+    /// Two storages on one medium, so that a power cut meets both: the first `at` bytes, a fixed length, and what lies behind
+    /// them. A sync makes durable what lies in its own part. Contents, history, faults and holds are those of the whole.
+    pub fn split(&self, at: u64) -> (Self, Self) {
+        let part = |window| Self { state: self.state.clone(), window };
+        (part((0, Some(at))), part((at, None)))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -370,7 +379,8 @@ impl SimStorage {
     }
 
     fn range(&self, at: HostOffset, len: ByteLen) -> Result<Range<u64>> {
-        HostRange::new(at, len)
+        let at = at.checked_add(ByteLen::new(self.window.0));
+        at.and_then(|at| HostRange::new(at, len))
             .map(|r| r.start().get()..r.end().get())
             .filter(|r| r.end <= i64::MAX as u64)
             .ok_or_else(|| self.error(ErrorKind::OutOfRange, "range beyond the largest offset of"))
@@ -384,7 +394,11 @@ impl SimStorage {
             Change::SetLen { len } => *len,
             other => other.grows_to(),
         };
-        let limit = if state.options.device { len } else { state.options.capacity };
+        let limit = match self.window.1 {
+            Some(end) => end,
+            None if state.options.device => len,
+            None => state.options.capacity,
+        };
         let (read_only, name) = (state.options.read_only, state.options.name.clone());
         drop(state);
         if read_only {
@@ -495,7 +509,8 @@ impl Storage for SimStorage {
     }
 
     fn len(&self) -> ByteLen {
-        ByteLen::new(self.lock().ledger.visible().len())
+        let len = self.lock().ledger.visible().len();
+        ByteLen::new(self.window.1.unwrap_or(len).saturating_sub(self.window.0))
     }
 
     fn read_only(&self) -> bool {
@@ -507,8 +522,15 @@ impl Storage for SimStorage {
     }
 
     async fn read(&self, at: HostOffset, buf: IoVec) -> Result<()> {
-        let range = self.range(at, buf.byte_len())?;
-        self.run(OpKind::Read, range, None, Some(buf)).await.map(drop)
+        let mut range = self.range(at, buf.byte_len())?;
+        let mut part = buf.clone();
+        if let Some(end) = self.window.1.filter(|end| *end < range.end) {
+            let inside = end.saturating_sub(range.start) as usize;
+            buf.fill(inside, buf.len() - inside, 0);
+            part = buf.slice(0, inside);
+            range.end = range.start + inside as u64;
+        }
+        self.run(OpKind::Read, range, None, Some(part)).await.map(drop)
     }
 
     async fn write(&self, at: HostOffset, buf: IoVec) -> Result<()> {
@@ -518,12 +540,13 @@ impl Storage for SimStorage {
         }
         let mut data = vec![0; buf.len()];
         buf.copy_to(0, &mut data);
-        let change = Change::Write { at: at.get(), data: data.into() };
+        let change = Change::Write { at: range.start, data: data.into() };
         self.change(OpKind::Write, range, change).await
     }
 
     async fn sync(&self) -> Result<()> {
-        self.run(OpKind::Sync, 0..u64::MAX, None, None).await.map(drop)
+        let range = self.window.0..self.window.1.unwrap_or(u64::MAX);
+        self.run(OpKind::Sync, range, None, None).await.map(drop)
     }
 
     async fn discard(&self, at: HostOffset, len: ByteLen) -> Result<()> {
@@ -533,7 +556,8 @@ impl Storage for SimStorage {
             DiscardMode::Ignored => (0, 0, 0),
             DiscardMode::Zeroes => (range.start, len.get(), 0),
             DiscardMode::Garbage => {
-                let end = range.end.min(self.len().get()) / crate::SECTOR * crate::SECTOR;
+                let len = self.lock().ledger.visible().len();
+                let end = range.end.min(len) / crate::SECTOR * crate::SECTOR;
                 let start = range.start.next_multiple_of(crate::SECTOR).min(end);
                 (start, end - start, GARBAGE)
             }
@@ -548,8 +572,12 @@ impl Storage for SimStorage {
         if mode.fast_only && !fast {
             return Err(self.error(ErrorKind::Unsupported, "no fast zeroes on"));
         }
-        let change =
-            Change::Fill { at: at.get(), len: len.get(), byte: 0, grow: !len.eq(&ByteLen::ZERO) };
+        let change = Change::Fill {
+            at: range.start,
+            len: len.get(),
+            byte: 0,
+            grow: !len.eq(&ByteLen::ZERO),
+        };
         self.change(OpKind::WriteZeroes, range, change).await
     }
 
@@ -561,19 +589,19 @@ impl Storage for SimStorage {
 
     async fn grow(&self, len: ByteLen) -> Result<()> {
         let range = self.range(HostOffset::ZERO, len)?;
-        if self.lock().options.device {
+        if self.lock().options.device || self.window.1.is_some() {
             return Ok(());
         }
         self.change(OpKind::Allocate, range.clone(), Change::Grow { len: range.end }).await
     }
 
     async fn set_len(&self, len: ByteLen) -> Result<()> {
-        self.range(HostOffset::ZERO, len)?;
-        if self.lock().options.device {
+        let end = self.range(HostOffset::ZERO, len)?.end;
+        if self.lock().options.device || self.window.1.is_some() {
             return Err(self.error(ErrorKind::Unsupported, "the length is fixed of the device"));
         }
-        let change = Change::SetLen { len: len.get() };
-        self.change(OpKind::SetLen, len.get()..u64::MAX, change).await
+        let change = Change::SetLen { len: end };
+        self.change(OpKind::SetLen, end..u64::MAX, change).await
     }
 
     async fn extent(&self, at: HostOffset, len: ByteLen) -> Result<Extent> {

@@ -2,7 +2,7 @@
 
 use crate::maker::{Cell, make, passphrase};
 use crate::pattern::tagged;
-use crate::spec::{BelowKind, BelowSpec, Seeds, Spec};
+use crate::spec::{BelowKind, BelowSpec, DataFile, Seeds, Spec};
 use bedplate_disk::{Disk, Layer};
 use bedplate_qcow2::check::{CheckOptions, check};
 use bedplate_qcow2::{JournalStart, OpenOptions, Qcow2, Run, read_header, read_snapshots};
@@ -21,7 +21,8 @@ const FIRST: u64 = 1 << 20;
 pub struct Bed {
     /// How it was made.
     pub spec: Spec,
-    /// The image.
+    /// The image. An external data file and the image lie on one medium, so that a power cut meets both: the data first, as
+    /// long as the disk, then the image ([`Self::metadata`]).
     pub image: Image,
     /// What lies below.
     pub below: Option<Image>,
@@ -35,7 +36,7 @@ pub struct Open {
     pub disk: Disk<SimStorage>,
     /// Its top layer.
     pub qcow2: Arc<Qcow2<SimStorage>>,
-    /// Where that lies.
+    /// Where that lies, with its data file if it has one.
     pub storage: SimStorage,
 }
 
@@ -48,7 +49,7 @@ impl Open {
         }
         let _pin = self.qcow2.epochs().guard();
         match self.qcow2.lookup_run(true, GuestOffset::new(at), buf.byte_len()) {
-            Run::At(host) => Some(self.storage.write(host, buf.clone()).await),
+            Run::At(host) => Some(self.qcow2.data_storage().write(host, buf.clone()).await),
             _ => None,
         }
     }
@@ -57,7 +58,7 @@ impl Open {
     pub async fn read_direct(&self, at: u64, buf: &IoVec) -> Option<Result<(), Error>> {
         let _pin = self.qcow2.epochs().guard();
         match self.qcow2.lookup_run(false, GuestOffset::new(at), buf.byte_len()) {
-            Run::At(host) => return Some(self.storage.read(host, buf.clone()).await),
+            Run::At(host) => return Some(self.qcow2.data_storage().read(host, buf.clone()).await),
             Run::Zero => {}
             Run::Unallocated if self.disk.depth() == 1 => {}
             _ => return None,
@@ -72,6 +73,8 @@ fn random_cells(spec: &Spec, rng: &mut Rng) -> Vec<Cell> {
     (0..spec.size.div_ceil(spec.cluster()))
         .map(|_| match () {
             () if !rng.chance(seeds.filled) => Cell::Unallocated,
+            // What reads as the disk has no use for other entries.
+            () if spec.data_file == Some(DataFile::Raw) => Cell::Data,
             () if rng.chance(seeds.compressed) => Cell::Compressed,
             () if rng.chance(seeds.zero) && rng.chance(50) => Cell::ZeroKept,
             // Data would have to be encrypted.
@@ -126,6 +129,7 @@ fn below_layer(below: BelowSpec, rng: &mut Rng) -> (Image, Vec<u8>) {
                 size: below.size,
                 seeds: Seeds { filled: 60, compressed: 20, zero: 20, snapshots: 0 },
                 below: None,
+                data_file: None,
                 l2_cache: 0,
                 refcount_cache: 0,
             };
@@ -151,6 +155,30 @@ impl Bed {
     /// A bed around an image that something else has made.
     pub fn around(spec: Spec, image: Image, content: Vec<u8>) -> Self {
         Self { spec, image, below: None, content }
+    }
+
+    /// The image's own part of `storage`, and its data file.
+    fn parts(&self, storage: &SimStorage) -> (SimStorage, Option<SimStorage>) {
+        if self.spec.data_file.is_none() {
+            return (storage.clone(), None);
+        }
+        let (data, image) = storage.split(self.spec.size);
+        (image, Some(data))
+    }
+
+    /// The image in what a medium holds, without its data file.
+    pub fn metadata(&self, medium: &Image) -> Image {
+        if self.spec.data_file.is_none() {
+            return medium.clone();
+        }
+        let start = self.spec.size;
+        let mut image = Image::new(medium.len().saturating_sub(start));
+        for (at, page) in medium.pages() {
+            let cut = start.saturating_sub(at).min(page.len() as u64);
+            image.write((at + cut).saturating_sub(start), &page[cut as usize..]);
+        }
+        image.set_len(medium.len().saturating_sub(start));
+        image
     }
 
     /// Opens a disk over `storage`, which holds this image or what became of it.
@@ -179,7 +207,8 @@ impl Bed {
             passphrases: if self.spec.luks { vec![passphrase()] } else { Vec::new() },
             ..OpenOptions::default()
         };
-        let qcow2 = Arc::new(block_on(Qcow2::open(storage.clone(), &options))?);
+        let (image, data) = self.parts(&storage);
+        let qcow2 = Arc::new(block_on(Qcow2::open_with_data(image, data, &options))?);
         let mut layers = vec![Layer::Qcow2(qcow2.clone())];
         if let (Some(image), Some(below)) = (&self.below, self.spec.below) {
             let options =
@@ -286,7 +315,8 @@ mod tests {
         for seed in 0..300 {
             let mut rng = Rng::new(seed);
             let bed = Bed::new(Spec::random(&mut rng), &mut rng);
-            check_image(&bed.image, false).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+            check_image(&bed.metadata(&bed.image), false)
+                .unwrap_or_else(|e| panic!("seed {seed}: {e}"));
             let storage = SimStorage::from_image(bed.image.clone(), SimOptions::default());
             let open = bed.open(storage, CacheMode::None).expect("opens");
             assert!(read_all(&open.disk).expect("reads") == bed.content, "seed {seed}");

@@ -127,10 +127,12 @@ fn verify(
     depth: Depth,
     rng: &mut Rng,
 ) -> Result<(), String> {
-    let dirty = is_dirty(image);
+    let metadata = run.bed.metadata(image);
+    let dirty = is_dirty(&metadata);
     if !dirty {
-        check_image(image, true)?;
-        if depth.qemu && qemu::installed() {
+        check_image(&metadata, true)?;
+        // QEMU's tools would look for a data file too.
+        if depth.qemu && qemu::installed() && run.bed.spec.data_file.is_none() {
             qemu::check(image, true)?;
         }
     }
@@ -155,16 +157,17 @@ fn open_and_compare(
     storage: &SimStorage,
     allowed: &Allowed,
 ) -> Result<Open, String> {
-    let dirty = is_dirty(&storage.image());
+    let metadata = || run.bed.metadata(&storage.image());
+    let dirty = is_dirty(&metadata());
     let open = run
         .bed
         .open(storage.clone(), CacheMode::None)
         .map_err(|e| format!("the image can't be opened: {e:#}"))?;
     if dirty {
-        if is_dirty(&storage.image()) {
+        if is_dirty(&metadata()) {
             return Err("the dirty bit is still set after opening".to_owned());
         }
-        check_image(&storage.image(), true).map_err(|e| format!("after the repair: {e}"))?;
+        check_image(&metadata(), true).map_err(|e| format!("after the repair: {e}"))?;
     }
     let content = read_all(&open.disk).map_err(|e| format!("the disk can't be read: {e:#}"))?;
     let Some((sector, value)) = allowed.wrong(&content) else { return Ok(open) };
@@ -187,8 +190,9 @@ fn repair_again(
             continue;
         }
         for state in replay.crash_point().states(rng.next_u64(), 3) {
-            if !is_dirty(&state.image) {
-                check_image(&state.image, true)
+            let metadata = run.bed.metadata(&state.image);
+            if !is_dirty(&metadata) {
+                check_image(&metadata, true)
                     .map_err(|e| format!("power cut while it was repaired: {e}\n  {state}"))?;
             }
             let again = SimStorage::from_image(state.image.clone(), SimOptions::default());
@@ -218,7 +222,8 @@ fn use_further(
         content[start..start + len].copy_from_slice(&bytes);
     }
     block_on(open.disk.close()).map_err(failed)?;
-    check_image(&open.storage.image(), true).map_err(|e| format!("after more work: {e}"))?;
+    let metadata = run.bed.metadata(&open.storage.image());
+    check_image(&metadata, true).map_err(|e| format!("after more work: {e}"))?;
     run.bed.check_snapshots(&open.storage.image())?;
     let storage = SimStorage::from_image(open.storage.image(), SimOptions::default());
     let open = run.bed.open(storage, CacheMode::None).map_err(failed)?;

@@ -29,7 +29,7 @@ pub use bed::{Bed, Open, check_image, is_dirty, read_all};
 pub use examine::{Budget, Violation, examine, verify_now};
 pub use kill::{Kills, survive_kills};
 pub use oracle::Oracle;
-pub use spec::{BelowKind, BelowSpec, Seeds, Spec};
+pub use spec::{BelowKind, BelowSpec, DataFile, Seeds, Spec};
 pub use upkeep::{Chores, Done, upkeep};
 pub use workload::{Profile, Recorded, Trouble, record};
 

@@ -1,7 +1,7 @@
 //! Makes qcow2 images that hold things the engine itself does not write: snapshots, compressed clusters, and
 //! refcount structures that are as small as can be, so that they must grow.
 
-use crate::spec::Spec;
+use crate::spec::{DataFile, Spec};
 use bedplate_qcow2::format::{
     CompressionType, Compressor, EXT_ENCRYPTION, EXT_FEATURE_NAMES, EntryCodec, Extension,
     Geometry, Header, L1Entry, L2Entry, LuksArea, LuksCipher, LuksHash, LuksSuite, NewImage,
@@ -31,6 +31,8 @@ struct Builder {
     /// Where the next compressed cluster may go, and the end of that space.
     packed: (u64, u64),
     most: u64,
+    /// The external data file.
+    data: Option<Vec<u8>>,
 }
 
 impl Builder {
@@ -43,6 +45,18 @@ impl Builder {
     fn write_words(&mut self, at: u64, words: &[u64]) {
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_be_bytes()).collect();
         self.image.write(at, &bytes);
+    }
+
+    /// Puts a cluster's bytes somewhere: in the image, or at the guest's own offset `start` in the data file.
+    fn place(&mut self, start: usize, bytes: &[u8], references: u64) -> u64 {
+        if let Some(data) = &mut self.data {
+            let end = data.len().min(start + bytes.len());
+            data[start..end].copy_from_slice(&bytes[..end - start]);
+            return start as u64;
+        }
+        let at = self.take(1, references);
+        self.image.write(at, bytes);
+        at
     }
 
     /// Puts compressed bytes somewhere: they may share clusters with others, and lie across a border.
@@ -84,7 +98,7 @@ fn pack(spec: &Spec, bytes: &[u8]) -> Vec<u8> {
 pub(crate) fn make(spec: &Spec, cells: &[Cell], content: &[u8]) -> Image {
     let geo = if spec.extended { Geometry::extended } else { Geometry::new };
     let geo = geo(spec.cluster_bits).expect("cluster size");
-    let codec = EntryCodec::new(geo, spec.version);
+    let codec = EntryCodec::new(geo, spec.version).with_data_file(spec.data_file.is_some());
     let counts =
         RefcountFormat::new(spec.refcount_bits.trailing_zeros(), geo).expect("refcount width");
     let references = 1 + spec.seeds.snapshots;
@@ -95,6 +109,11 @@ pub(crate) fn make(spec: &Spec, cells: &[Cell], content: &[u8]) -> Image {
         cluster,
         packed: (0, 0),
         most: counts.max(),
+        data: spec.data_file.map(|kind| {
+            // Space that nothing maps holds anything, unless the file is the disk.
+            let byte = if kind == DataFile::Raw { 0 } else { 0x5a };
+            vec![byte; spec.size as usize]
+        }),
     };
     let entries = geo.l1_entries(ByteLen::new(spec.size)) as usize;
     let l1_clusters = (entries as u64 * 8).div_ceil(cluster).max(1);
@@ -112,7 +131,11 @@ pub(crate) fn make(spec: &Spec, cells: &[Cell], content: &[u8]) -> Image {
         encrypt(&mut b, &mut header);
     }
     finish(&mut b, header, counts);
-    b.image
+    let Some(data) = b.data else { return b.image };
+    // One medium for both, see [`crate::Bed::image`].
+    let mut whole = Image::from_bytes(&data);
+    whole.write(data.len() as u64, &b.image.to_vec());
+    whole
 }
 
 /// The clusters' data and L2 tables; returns the L1 table.
@@ -148,13 +171,11 @@ fn tables(
                     L2Entry::Compressed { host, len: ByteLen::from(packed.len()) }
                 }
                 Cell::ZeroKept => {
-                    let at = b.take(1, references);
-                    b.image.write(at, &vec![0x5a; cluster]);
+                    let at = b.place(start, &vec![0x5a; cluster], references);
                     L2Entry::Zero { host: Some(HostOffset::new(at)), copied }
                 }
                 Cell::Data | Cell::Compressed => {
-                    let at = b.take(1, references);
-                    b.image.write(at, &bytes);
+                    let at = b.place(start, &bytes, references);
                     L2Entry::Data { host: HostOffset::new(at), copied }
                 }
             };
@@ -216,6 +237,8 @@ fn first_header(spec: &Spec) -> Header {
         compression_type: if spec.zstd { CompressionType::Zstd } else { CompressionType::Zlib },
         backing,
         luks: None,
+        data_file: spec.data_file.map(|_| b"data".to_vec()),
+        data_file_raw: spec.data_file == Some(DataFile::Raw),
     };
     new.layout().expect("options that go together").header
 }

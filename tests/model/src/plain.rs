@@ -8,7 +8,7 @@
 use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
 use crate::pattern::{random, squeezable};
 use crate::workload::{on_device, random_limits};
-use crate::{Spec, qemu};
+use crate::{DataFile, Spec, qemu};
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
 use bedplate_sim::exec::join_all;
 use bedplate_sim::{DiscardMode, Fault, OpKind, Rng, SimOptions, SimStorage};
@@ -120,7 +120,8 @@ pub fn run_on(bed: Bed, mut rng: Rng, options: Options) -> Result<Stats, String>
         ..SimOptions::default()
     };
     let mut image = bed.image.clone();
-    let sim = if options.device { on_device(&bed.spec, &mut image, sim) } else { sim };
+    let device = options.device && bed.spec.data_file.is_none();
+    let sim = if device { on_device(&bed.spec, &mut image, sim) } else { sim };
     let storage = SimStorage::from_image(image, sim);
     let cache = if rng.chance(10) { CacheMode::Writethrough } else { CacheMode::None };
     let open = bed.open(storage.clone(), cache).map_err(|e| format!("can't open: {e:#}"))?;
@@ -308,11 +309,11 @@ impl Run {
         // Other caches than before, so that the same image meets both.
         self.bed.spec.l2_cache ^= 1 << 20;
         let check = |run: &Self| {
-            check_image(&run.storage.image(), run.leaky)
+            check_image(&run.bed.metadata(&run.storage.image()), run.leaky)
                 .map_err(|e| format!("at reopening (closed: {close}): {e}\n  on {}", run.context()))
         };
         // With the dirty bit set, opening makes the image sound.
-        if !is_dirty(&self.storage.image()) {
+        if !is_dirty(&self.bed.metadata(&self.storage.image())) {
             check(self)?;
         }
         self.open = self.bed.open(self.storage.clone(), self.cache).map_err(|e| {
@@ -326,6 +327,19 @@ impl Run {
         self.base.clone_from(&self.model);
         self.journal.clear();
         Ok(())
+    }
+
+    /// A raw data file holds what the disk holds.
+    fn raw_data(&self) -> Result<(), String> {
+        if self.bed.spec.data_file != Some(DataFile::Raw) {
+            return Ok(());
+        }
+        let mut file = vec![0; self.model.len()];
+        self.storage.image().read(0, &mut file);
+        match file.iter().zip(&self.model).position(|(a, b)| a != b) {
+            Some(at) => Err(format!("the raw data file differs from the disk at {at:#x}")),
+            None => Ok(()),
+        }
     }
 
     fn close(&mut self) -> Result<(), String> {
@@ -364,8 +378,10 @@ impl Run {
         self.compare(0, &seen, &[], true).map_err(all)?;
         self.close().map_err(all)?;
         let image = self.storage.image();
-        check_image(&image, self.leaky).map_err(all)?;
-        if options.qemu {
+        check_image(&self.bed.metadata(&image), self.leaky).map_err(all)?;
+        self.raw_data().map_err(all)?;
+        // QEMU's tools would look for a data file too.
+        if options.qemu && self.bed.spec.data_file.is_none() {
             qemu::check(&image, self.leaky).map_err(all)?;
         }
         self.bed.check_snapshots(&image).map_err(all)?;
@@ -519,6 +535,10 @@ async fn perform(open: &Open, spec: &Spec, op: &Op) -> Done {
                 Ok(buf) => disk.write_compressed(GuestOffset::new(*at), buf).await,
                 Err(e) => Err(e),
             };
+            let none = spec.data_file.map(|_| ErrorKind::Unsupported);
+            if result.as_ref().err().map(Error::kind).is_some_and(|kind| Some(kind) == none) {
+                return done; // nothing is compressed in a data file
+            }
             done.effects.push(effect(*at, bytes.clone(), result.is_ok()));
             match result {
                 // Refused, since a cluster holds something; clusters that can't be packed may be written.
@@ -539,9 +559,8 @@ async fn perform(open: &Open, spec: &Spec, op: &Op) -> Done {
         }
         Op::Discard { at, len } => {
             let result = disk.discard(GuestOffset::new(*at), ByteLen::new(*len)).await;
-            let (start, end) = whole_clusters(spec, *at, *len);
-            // Where something lies below, clusters of no layer of ours may stay as they are.
-            let sure = result.is_ok() && spec.below.is_none();
+            let (start, end) = discarded(spec, *at, *len);
+            let sure = result.is_ok() && empties(spec);
             done.effects.push(zeroes(start, end - start, sure));
             result
         }
@@ -565,6 +584,20 @@ async fn perform(open: &Open, spec: &Spec, op: &Op) -> Done {
     };
     done.failures.extend(result.err());
     done
+}
+
+/// What a discard may change.
+pub(crate) fn discarded(spec: &Spec, at: u64, len: u64) -> (u64, u64) {
+    match spec.data_file {
+        Some(DataFile::Raw) => (at, at + len),
+        _ => whole_clusters(spec, at, len),
+    }
+}
+
+/// True when a discard surely changes it. Where something lies below, clusters of no layer of ours may stay as they are, and
+/// not every storage can empty a raw data file.
+pub(crate) fn empties(spec: &Spec) -> bool {
+    spec.below.is_none() && spec.data_file != Some(DataFile::Raw)
 }
 
 /// The clusters, or subclusters, that a discard empties: those that lie wholly in it, as far as the disk goes.

@@ -99,6 +99,7 @@ fn bed(cluster_bits: u32, refcount_bits: u32, lazy: bool, kib: u64) -> Result<Be
         size,
         seeds: Seeds::default(),
         below: None,
+        data_file: None,
         l2_cache: 0,
         refcount_cache: 0,
     };

@@ -21,6 +21,15 @@ pub struct BelowSpec {
     pub size: u64,
 }
 
+/// How an external data file is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DataFile {
+    /// It means nothing without the image's tables.
+    Mapped,
+    /// It reads as the disk.
+    Raw,
+}
+
 /// The first content of an image.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seeds {
@@ -57,6 +66,8 @@ pub struct Spec {
     pub seeds: Seeds,
     /// What lies below.
     pub below: Option<BelowSpec>,
+    /// Guest data lies in a file of its own.
+    pub data_file: Option<DataFile>,
     /// Memory for L2 slices.
     pub l2_cache: u64,
     /// Memory for refcount blocks.
@@ -83,6 +94,9 @@ impl Spec {
         }
         if rng.chance(15) {
             return Self::subclusters(rng);
+        }
+        if rng.chance(12) {
+            return Self::external(rng);
         }
         let bits = weighted(rng, &[(40, 9), (12, 10), (26, 12), (5, 14), (15, 16), (2, 21)]);
         Self::with_cluster(rng, bits, 2)
@@ -112,6 +126,16 @@ impl Spec {
         let spec = if rng.chance(30) { Self::subclusters(rng) } else { Self::tiny(rng) };
         let below = spec.below.filter(|below| below.kind == BelowKind::Raw);
         Self { luks: true, below, ..spec }
+    }
+
+    /// A small image whose data lies in a file of its own.
+    pub fn external(rng: &mut Rng) -> Self {
+        let spec = if rng.chance(25) { Self::subclusters(rng) } else { Self::tiny(rng) };
+        let raw = rng.chance(35);
+        let data_file = Some(if raw { DataFile::Raw } else { DataFile::Mapped });
+        let seeds = Seeds { compressed: 0, snapshots: 0, ..spec.seeds };
+        let below = spec.below.filter(|_| !raw);
+        Self { version: 3, data_file, seeds, below, ..spec }
     }
 
     /// Small clusters on a larger disk: more L2 slices than the smallest cache holds.
@@ -157,6 +181,7 @@ impl Spec {
             size,
             seeds,
             below: if rng.chance(40) { Some(BelowSpec::random(rng, size)) } else { None },
+            data_file: None,
             l2_cache: if rng.chance(50) { 0 } else { 1 << 20 },
             refcount_cache: if rng.chance(50) { 0 } else { 1 << 20 },
         }

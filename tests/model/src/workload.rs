@@ -3,7 +3,7 @@
 use crate::bed::{Bed, Open};
 use crate::oracle::{Oracle, Outcome, Time};
 use crate::pattern::{tag, tagged};
-use crate::plain::whole_clusters;
+use crate::plain::{discarded, empties};
 use crate::spec::Spec;
 use bedplate_qcow2::OrderRule;
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
@@ -336,8 +336,12 @@ async fn compressed(shared: &Shared<'_>, rng: &mut Rng) {
     let result = shared.open.disk.write_compressed(GuestOffset::new(at), buf).await;
     let end = shared.tick();
     shared.log(|| format!("end of write compressed {number}: {result:?}"));
-    // Only clusters that hold nothing can be written so.
-    let refused = matches!(&result, Err(e) if e.kind() == ErrorKind::InvalidInput);
+    // Only clusters that hold nothing can be written so, and none of a data file.
+    let none = shared.spec.data_file.map(|_| ErrorKind::Unsupported);
+    let refused = matches!(
+        &result,
+        Err(e) if e.kind() == ErrorKind::InvalidInput || Some(e.kind()) == none
+    );
     let good = refused || shared.note("write compressed", result, poisoned);
     shared.oracle.borrow_mut().end(pending, end, outcome(shared, good && !refused, false));
 }
@@ -371,7 +375,7 @@ async fn batch(shared: &Shared<'_>, rng: &mut Rng) {
 
 async fn discard(shared: &Shared<'_>, rng: &mut Rng) {
     let (at, len) = range(shared, rng, 65536);
-    let (from, to) = whole_clusters(shared.spec, at, len);
+    let (from, to) = discarded(shared.spec, at, len);
     let poisoned = shared.open.qcow2.is_poisoned();
     let start = shared.tick();
     shared.log(|| format!("discard {at:#x}+{len:#x}"));
@@ -380,8 +384,7 @@ async fn discard(shared: &Shared<'_>, rng: &mut Rng) {
     let end = shared.tick();
     shared.log(|| format!("end of discard of {start}: {result:?}"));
     let good = shared.note("discard", result, poisoned);
-    // Where something lies below, what no layer of ours holds may stay.
-    let sure = good && shared.spec.below.is_none();
+    let sure = good && empties(shared.spec);
     shared.oracle.borrow_mut().end(pending, end, outcome(shared, sure, false));
 }
 

@@ -2,7 +2,8 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use bedplate_disk::{Disk, Layer};
-use bedplate_qcow2::{OpenOptions, Qcow2};
+use bedplate_qcow2::format::EXT_DATA_FILE;
+use bedplate_qcow2::{OpenOptions, Qcow2, read_header};
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
 use bedplate_runtime::{Config, Runtime};
 use bedplate_storage::{FileStorage, OpenOptions as FileOptions, ZeroMode};
@@ -11,6 +12,8 @@ use bedplate_tests::{host, paths};
 use bedplate_types::{ByteLen, CacheMode, Format, GuestOffset};
 use futures_util::future::{LocalBoxFuture, join_all};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Once};
 use tempfile::TempDir;
@@ -60,9 +63,20 @@ async fn layer(path: &Path, format: Format, read_only: bool) -> Result<Layer<Fil
         Format::Raw => Layer::Raw(Arc::new(storage)),
         Format::Qcow2 => {
             let options = OpenOptions { read_only, ..OpenOptions::default() };
-            Layer::Qcow2(Arc::new(Qcow2::open(storage, &options).await?))
+            let data = data_file(&storage, read_only).await?;
+            Layer::Qcow2(Arc::new(Qcow2::open_with_data(storage, data, &options).await?))
         }
     })
+}
+
+/// The external data file that an image names.
+async fn data_file(image: &FileStorage, read_only: bool) -> Result<Option<FileStorage>> {
+    // What can't be read is left to the opening to tell of.
+    let Ok(header) = read_header(image).await else { return Ok(None) };
+    let name = header.extension(EXT_DATA_FILE).filter(|_| header.incompatible & 4 != 0);
+    let Some(name) = name else { return Ok(None) };
+    let path = Path::new(OsStr::from_bytes(name));
+    Ok(Some(FileStorage::open(&FileOptions::new(path).read_only(read_only))?))
 }
 
 /// A disk of these images, top first; only the top may be written.

@@ -9,6 +9,7 @@ mod chains;
 mod compressed;
 mod created;
 mod damaged;
+mod data_files;
 mod encrypted;
 mod formats;
 mod harness;

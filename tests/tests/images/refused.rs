@@ -36,22 +36,6 @@ pub fn reads(image: &Path) -> Result<Vec<u8>> {
 }
 
 #[test]
-fn external_data_files_are_refused_and_not_touched() -> Result<()> {
-    if !have_qemu("external_data_files_are_refused_and_not_touched") {
-        return Ok(());
-    }
-    let folder = Folder::new()?;
-    let (image, data) = (folder.path("image"), folder.path("data"));
-    create(&image, &format!("data_file={},data_file_raw=on", data.display()), 1 << 20)?;
-    qemu_io(&image, Format::Qcow2, &["write -P 3 0 64k"])?;
-    let before = std::fs::read(&data)?;
-    refuses(&image, false, "external data file")?;
-    refuses(&image, true, "external data file")?;
-    ensure!(std::fs::read(&data)? == before, "the data file was changed");
-    Ok(())
-}
-
-#[test]
 fn encrypted_images_are_refused_without_a_key() -> Result<()> {
     if !have_qemu("encrypted_images_are_refused_without_a_key") {
         return Ok(());

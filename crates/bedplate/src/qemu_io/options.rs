@@ -87,7 +87,8 @@ is used by Bedplate's own engine. Scripts that were written for that program wor
 
 FILE is a path, or json:{\"driver\": ..., \"file\": {...}}; blkdebug::PATH lets requests be held by 'break'.
 The backing files that the image names are opened too, as the person who calls this program asks for by doing so;
-each must have its format stated, by the image over it or by backing.driver=FMT.
+each must have its format stated, by the image over it or by backing.driver=FMT. So are external data files, or the
+one that data-file.filename=PATH states.
 
 'qemu-io -c help' lists the commands. The exit code is 0 when all went well, else 1.
 ";

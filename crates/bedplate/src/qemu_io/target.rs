@@ -126,9 +126,11 @@ impl Request {
                 format,
                 read_only: wanted.read_only,
                 cache: wanted.mode(),
-                // Calling this program on an image asks for the images under it (`--help` says so).
+                // Calling this program on an image asks for the files that belong to it (`--help` says so).
                 allow_backing: true,
                 backing_format: wanted.backing_format,
+                allow_data_file: true,
+                data_file: wanted.data_file,
                 force_share: wanted.force_share,
                 l2_cache: wanted.l2_cache,
                 passphrases: self.secrets.passphrases.clone(),
@@ -228,6 +230,7 @@ struct Wanted {
     direct: bool,
     no_flush: bool,
     backing_format: Option<Format>,
+    data_file: Option<PathBuf>,
     l2_cache: Option<bedplate_types::ByteLen>,
 }
 
@@ -242,6 +245,7 @@ impl Wanted {
             direct: cache.direct(),
             no_flush: cache == CacheMode::Unsafe,
             backing_format: None,
+            data_file: None,
             l2_cache: None,
         }
     }
@@ -267,6 +271,8 @@ impl Wanted {
                 let format = value.parse().map_err(|_| format!("Unknown driver '{value}'"))?;
                 self.backing_format = Some(format);
             }
+            "data-file.filename" => self.data_file = Some(value.into()),
+            "data-file.driver" if matches!(value, "file" | "host_device") => {}
             "l2-cache-size" => {
                 self.l2_cache = Some(parse_size(value).map_err(|e| format!("{key}: {e:#}"))?);
             }
@@ -288,6 +294,9 @@ impl Wanted {
         }
         if self.force_share && !self.read_only {
             return Err("force-share=on can only be used with read-only images".into());
+        }
+        if request.snapshot && self.data_file.is_some() {
+            return Err("-s and the option data-file.filename can't be used together".into());
         }
         if request.copy_on_read && self.read_only {
             return Err("Can't use copy-on-read on read-only device".into());

@@ -113,7 +113,6 @@ fn what_cannot_be_is_refused_and_nothing_is_left_behind() -> Result<()> {
         &["-b", "base.qcow2", "-F", "qcow2", "-o", "preallocation=full", "1M"],
         &["backing file", "preallocated"],
     )?;
-    over(&["-o", "extended_l2=on", "1M"], &["extended_l2"])?;
     over(&["-o", "lazy_refcounts=maybe", "1M"], &["on or off"])?;
     over(&["1E"], &["too large", "cluster_size"])?;
     let raw = |extra: &[&str], words: &[&str]| {

@@ -3,6 +3,7 @@
 mod bitmap;
 mod check;
 mod create;
+mod data_file;
 mod info;
 mod map;
 mod qemu_io;

@@ -1,7 +1,7 @@
 //! L1 and L2 table entries: 64-bit words to what they mean, and back.
 //!
 //! Callers: the engine's mapping (hot path, so errors are plain values) and the checker. Invariant: an entry
-//! that decodes re-encodes to the same bits, and its host offset is cluster-aligned.
+//! that decodes re-encodes to the same bits (but for a missing COPIED flag of an external data file's cluster), and its host offset is cluster-aligned.
 
 use super::subcluster::{Cluster, SubMap};
 use bedplate_types::{ByteLen, HostOffset};
@@ -35,6 +35,8 @@ pub enum EntryError {
     CopiedCompressed,
     /// A compressed cluster beyond the largest host offset.
     BeyondLimit,
+    /// A compressed cluster in an image with an external data file.
+    CompressedInDataFile,
     /// A bitmap of subclusters that contradicts itself or its entry.
     Subclusters,
 }
@@ -47,6 +49,9 @@ impl fmt::Display for EntryError {
             Self::ZeroInV2 => "the zero flag is set, which version 2 does not have",
             Self::CopiedCompressed => "a compressed cluster has the COPIED flag",
             Self::BeyondLimit => "the offset does not fit in 56 bits",
+            Self::CompressedInDataFile => {
+                "a compressed cluster in an image with an external data file"
+            }
             Self::Subclusters => "its bitmap of subclusters contradicts itself or the entry",
         })
     }
@@ -103,6 +108,8 @@ pub struct EntryCodec {
     /// Clusters, or with extended entries subclusters, can read as zeroes.
     zeroes: bool,
     extended: bool,
+    /// Data lies in another file, at the guest's own offset.
+    data_file: bool,
 }
 
 impl EntryCodec {
@@ -113,7 +120,19 @@ impl EntryCodec {
             offset_bits: 62 - (geometry.cluster_bits() - 8),
             zeroes: version >= 3,
             extended: geometry.is_extended(),
+            data_file: false,
         }
+    }
+
+    /// The codec of an image that keeps its data in an external data file, or not. In that file the offset 0 is one like
+    /// others, and every cluster may be written in place (specification, "Standard Cluster Descriptor").
+    pub const fn with_data_file(self, data_file: bool) -> Self {
+        Self { data_file, ..self }
+    }
+
+    /// True when data lies in an external data file.
+    pub const fn has_data_file(self) -> bool {
+        self.data_file
     }
 
     /// True when the image can say that something reads as zeroes.
@@ -156,6 +175,9 @@ impl EntryCodec {
     /// # Errors
     /// What the specification forbids.
     pub const fn l2(self, raw: u64) -> Result<L2Entry, EntryError> {
+        if raw & COMPRESSED != 0 && self.data_file {
+            return Err(EntryError::CompressedInDataFile);
+        }
         if raw & COMPRESSED != 0 {
             return self.compressed(raw);
         }
@@ -163,7 +185,9 @@ impl EntryCodec {
             return Err(EntryError::Reserved);
         }
         let host = raw & OFFSET_MASK;
-        let copied = raw & COPIED != 0;
+        // In a data file, the flag with an offset of 0 is what tells space from none.
+        let some = host != 0 || (self.data_file && raw & COPIED != 0);
+        let copied = raw & COPIED != 0 || self.data_file;
         if host & self.cluster_mask != 0 {
             return Err(EntryError::Unaligned);
         }
@@ -174,13 +198,13 @@ impl EntryCodec {
             if !self.zeroes {
                 return Err(EntryError::ZeroInV2);
             }
-            return Ok(if host == 0 {
-                L2Entry::Zero { host: None, copied: false }
-            } else {
+            return Ok(if some {
                 L2Entry::Zero { host: Some(HostOffset::new(host)), copied }
+            } else {
+                L2Entry::Zero { host: None, copied: false }
             });
         }
-        if host == 0 {
+        if !some {
             return Ok(L2Entry::Unallocated);
         }
         Ok(L2Entry::Data { host: HostOffset::new(host), copied })
@@ -219,7 +243,7 @@ impl EntryCodec {
     pub fn encode_l2(self, entry: L2Entry) -> Option<u64> {
         let aligned = |host: HostOffset| {
             let v = host.get();
-            (v != 0 && v & self.cluster_mask == 0 && v < MAX_HOST).then_some(v)
+            ((v != 0 || self.data_file) && v & self.cluster_mask == 0 && v < MAX_HOST).then_some(v)
         };
         let flag = |copied| if copied { COPIED } else { 0 };
         match entry {

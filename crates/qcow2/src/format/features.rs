@@ -167,11 +167,25 @@ pub fn check_supported(header: &Header, writable: bool) -> Result<()> {
         ));
     }
     if bits & incompat::EXTERNAL_DATA != 0 {
-        return unsupported(
-            "the image keeps its data in an external data file, which is not supported; \
-             convert it to an ordinary qcow2 image with 'qemu-img convert' first"
-                .into(),
-        );
+        if header.crypt_method != 0 {
+            return unsupported(
+                "the image is encrypted and has an external data file, which is not supported together; convert it with \
+                 'qemu-img convert' first"
+                    .into(),
+            );
+        }
+        if header.nb_snapshots > 0 {
+            return unsupported(
+                "the image has an external data file and internal snapshots, which can't be together".into(),
+            );
+        }
+        if header.autoclear & autoclear::RAW_EXTERNAL_DATA != 0 && header.backing_file.is_some() {
+            return unsupported(
+                "the image has a backing file, and an external data file that is to read as the disk \
+                 (data_file_raw), which can't be together"
+                    .into(),
+            );
+        }
     }
     match header.crypt_method {
         // 2: LUKS; which ciphers of it, the encryption's own header tells.
@@ -236,7 +250,9 @@ mod tests {
         );
         assert_eq!(text(&header(incompat::CORRUPT, 0), false), "ok");
         assert!(text(&header(incompat::CORRUPT, 0), true).contains("marked corrupt"));
-        assert!(text(&header(incompat::EXTERNAL_DATA, 0), false).contains("external data file"));
+        assert_eq!(text(&header(incompat::EXTERNAL_DATA, 0), true), "ok");
+        let with_snapshot = Header { nb_snapshots: 1, ..header(incompat::EXTERNAL_DATA, 0) };
+        assert!(text(&with_snapshot, false).contains("internal snapshots"));
         assert!(text(&header(0, 1), false).contains("AES"));
         assert_eq!(text(&header(0, 2), true), "ok");
         assert!(text(&header(0, 3), false).contains("unknown encryption method 3"));

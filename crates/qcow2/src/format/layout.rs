@@ -5,8 +5,10 @@
 //! The refcount table is made long enough for the disk when all of it is allocated, so that it need not be
 //! moved while a guest writes.
 
-use super::features::{compat, incompat};
-use super::header::{EXT_BACKING_FORMAT, EXT_ENCRYPTION, EXT_FEATURE_NAMES, V2_HEADER_BYTES};
+use super::features::{autoclear, compat, incompat};
+use super::header::{
+    EXT_BACKING_FORMAT, EXT_DATA_FILE, EXT_ENCRYPTION, EXT_FEATURE_NAMES, V2_HEADER_BYTES,
+};
 use super::{
     BackingFile, CompressionType, ENTRY_BYTES, Extension, Geometry, Header, RefcountFormat,
     encode_feature_names,
@@ -32,6 +34,10 @@ pub struct NewImage {
     pub compression_type: CompressionType,
     /// The backing file's name and format.
     pub backing: Option<(Vec<u8>, Option<String>)>,
+    /// The name of the external data file that holds the guest's data.
+    pub data_file: Option<Vec<u8>>,
+    /// That file reads as the disk.
+    pub data_file_raw: bool,
     /// The encryption.
     pub luks: Option<LuksArea>,
 }
@@ -58,6 +64,8 @@ impl Default for NewImage {
             compression_type: CompressionType::Zlib,
             backing: None,
             luks: None,
+            data_file: None,
+            data_file_raw: false,
         }
     }
 }
@@ -178,6 +186,8 @@ impl NewImage {
                 Some("lazy refcounts")
             } else if self.extended_l2 {
                 Some("extended L2 entries")
+            } else if self.data_file.is_some() {
+                Some("external data files")
             } else if self.compression_type != CompressionType::Zlib {
                 Some("zstd compression")
             } else {
@@ -187,6 +197,7 @@ impl NewImage {
                 return Err(invalid(format!("{what} need compat=1.1 (version 3)")));
             }
         }
+        self.check_data_file()?;
         if let Some((name, format)) = &self.backing {
             if name.is_empty() || name.len() as u64 > u64::from(limits::MAX_BACKING_NAME) {
                 return Err(invalid(format!(
@@ -200,6 +211,29 @@ impl NewImage {
             }
         }
         Ok((geometry, RefcountFormat::new(self.refcount_bits.trailing_zeros(), geometry)?))
+    }
+
+    fn check_data_file(&self) -> Result<()> {
+        match &self.data_file {
+            None if self.data_file_raw => Err(invalid(
+                "data_file_raw=on says something about a data file; name one with data_file",
+            )),
+            Some(_) if self.data_file_raw && self.backing.is_some() => Err(invalid(
+                "a data file that reads as the disk (data_file_raw=on) can't lie over a backing file; leave one of the \
+                 two out",
+            )),
+            Some(_) if self.luks.is_some() => Err(invalid(
+                "an encrypted image can't have an external data file; leave one of the two out",
+            )),
+            Some(name) if name.len() as u64 > u64::from(limits::MAX_BACKING_NAME) => {
+                Err(invalid(format!(
+                    "the data file's name is {} bytes long; 1 to {} are allowed",
+                    name.len(),
+                    limits::MAX_BACKING_NAME
+                )))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn too_large(&self, geometry: Geometry) -> Error {
@@ -282,6 +316,13 @@ impl NewImage {
         }
         if self.lazy_refcounts {
             h.compatible |= compat::LAZY_REFCOUNTS;
+        }
+        if let Some(name) = &self.data_file {
+            h.incompatible |= incompat::EXTERNAL_DATA;
+            if self.data_file_raw {
+                h.autoclear |= autoclear::RAW_EXTERNAL_DATA;
+            }
+            h.extensions.push(Extension { id: EXT_DATA_FILE, data: name.clone() });
         }
         h.extensions.push(Extension { id: EXT_FEATURE_NAMES, data: encode_feature_names() });
         h

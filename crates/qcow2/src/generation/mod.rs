@@ -196,7 +196,7 @@ impl<'a, S: Storage> Generation<'a, S> {
         let bytes = pad_table(&self.table, clusters * self.geo.cluster_size());
         self.image.write_all(vec![(at, bytes)]).await?;
         if self.image.faults.keeps(OrderRule::GenerationFirst) {
-            self.image.storage.sync().await?;
+            self.image.sync_all().await?;
         }
         Ok((at, clusters as u32))
     }

@@ -4,7 +4,7 @@ use super::Generation;
 use crate::format::{COMPRESSED, COPIED, ENTRY_BYTES, L1Entry, OFFSET_MASK};
 use crate::open::{read_bytes, words};
 use bedplate_storage::Storage;
-use bedplate_types::{HostOffset, Result};
+use bedplate_types::{GuestOffset, HostOffset, Result};
 use futures_util::future::join_all;
 
 /// Bytes of L2 tables read at once.
@@ -60,8 +60,10 @@ impl<S: Storage> Generation<'_, S> {
             _ => return Err(self.corrupt(format!("L1 entry {index} ({word:#018x}) is wrong"))),
         };
         let words = words(&read_bytes(&self.image.storage, at, bytes as usize).await?);
-        for entry in words.chunks_exact(self.stride()) {
-            if let Some(fault) = self.image.entry_fault(entry) {
+        let (first, step) = (index as u64 * self.geo.l2_coverage(), self.geo.cluster_size());
+        let guests = (0..).map(|n| GuestOffset::new(first.saturating_add(n * step)));
+        for (entry, guest) in words.chunks_exact(self.stride()).zip(guests) {
+            if let Some(fault) = self.image.entry_fault(guest, entry) {
                 return Err(self.corrupt(format!("the L2 entry {entry:#018x?} is wrong: {fault}")));
             }
         }
@@ -70,6 +72,9 @@ impl<S: Storage> Generation<'_, S> {
 
     /// The first and last cluster that an L2 entry refers to.
     fn clusters_of(&self, entry: u64) -> Option<(u64, u64)> {
+        if self.image.has_data_file() {
+            return None; // what lies there is not counted
+        }
         if entry & COMPRESSED != 0 {
             let (at, len) = self.image.tables.codec.compressed_range(entry);
             let last = at.get().saturating_add(len.get().max(1) - 1);

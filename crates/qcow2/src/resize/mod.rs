@@ -58,16 +58,25 @@ impl<S: Storage> Qcow2<S> {
         if size == old && fill == Preallocation::Off {
             return Ok(());
         }
+        // A data file that reads as the disk is mapped as a whole.
+        let fill = match fill {
+            Preallocation::Off if self.raw_data && size > old => Preallocation::Metadata,
+            fill => fill,
+        };
         self.check_resize(old, size, fill)?;
         self.check_bitmaps_follow().await?;
         let mut plan = Plan { old, new: size, fills: Vec::new() };
         if size > old {
-            self.clear_tail(below, old, fill != Preallocation::Off).await?;
+            self.grow_data(old, size).await?;
+            self.clear_tail(below, old, size, fill != Preallocation::Off).await?;
             plan.fills = self.plan_fills(below, old, size, fill).await?;
         }
         self.rearrange(&plan).await?;
         if size < old
-            && let Err(e) = self.forget_tail(below, size).await
+            && let Err(e) = match self.has_data_file() {
+                true => self.shrink_data(old, size).await,
+                false => self.forget_tail(below, size).await,
+            }
         {
             // The disk is smaller already, and growing it here clears the tail.
             let name = self.storage.name();
@@ -175,8 +184,17 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Makes the rest of the old disk's last cluster read as zeroes; with `take` it gets space for itself too.
-    async fn clear_tail<B: Below>(&self, below: &B, old: ByteLen, take: bool) -> Result<()> {
-        let end = old.get().next_multiple_of(self.tables.cluster());
+    async fn clear_tail<B: Below>(
+        &self,
+        below: &B,
+        old: ByteLen,
+        new: ByteLen,
+        take: bool,
+    ) -> Result<()> {
+        let mut end = old.get().next_multiple_of(self.tables.cluster());
+        if self.has_data_file() {
+            end = end.min(new.get()); // it ends where the disk does
+        }
         if end == old.get() {
             return Ok(());
         }

@@ -3,8 +3,9 @@
 use super::{Fill, Filling, Plan};
 use crate::format::{COPIED, ENTRY_BYTES, Header, OFFSET_MASK, ZERO};
 use crate::generation::{Generation, pad_table};
+use crate::image::Qcow2;
 use bedplate_storage::{Storage, ZeroMode, take_space};
-use bedplate_types::{ByteLen, Error, ErrorKind, HostOffset, Result};
+use bedplate_types::{ByteLen, Error, ErrorKind, HostOffset, Preallocation, Result};
 use std::collections::BTreeSet;
 
 /// Counts changed before the blocks among them get their places.
@@ -42,7 +43,7 @@ pub(super) async fn rearrange<S: Storage>(
     for fill in &plan.fills {
         let host = match fill.what {
             Filling::Zero => None,
-            Filling::Data(_) => Some(place_data(generation, fill).await?),
+            Filling::Data(_) => Some(place_data(generation, fill, plan.new).await?),
         };
         placed.push(Placed { fill: *fill, host, encrypted: image.is_encrypted() });
         let last = (fill.first + fill.clusters - 1) / per_table;
@@ -95,9 +96,13 @@ async fn drop_tables<S: Storage>(
 async fn place_data<S: Storage>(
     generation: &mut Generation<'_, S>,
     fill: &Fill,
+    new: ByteLen,
 ) -> Result<HostOffset> {
     let Filling::Data(how) = fill.what else { return Ok(HostOffset::ZERO) };
     let image = generation.image();
+    if image.has_data_file() {
+        return place_in_data_file(image, fill, new, how).await;
+    }
     let len = fill
         .clusters
         .checked_mul(image.tables.cluster())
@@ -117,6 +122,30 @@ async fn place_data<S: Storage>(
         image.storage.write_zeroes(at, len, mode).await?;
     }
     take_space(&image.storage, at, len, how).await?;
+    Ok(at)
+}
+
+/// Takes space for a fill in the data file, at the guest's own offset, up to the disk's new end.
+async fn place_in_data_file<S: Storage>(
+    image: &Qcow2<S>,
+    fill: &Fill,
+    new: ByteLen,
+    how: Preallocation,
+) -> Result<HostOffset> {
+    let cluster = image.tables.cluster();
+    let start = fill.first.saturating_mul(cluster);
+    let end = start.saturating_add(fill.clusters.saturating_mul(cluster)).min(new.get());
+    let (at, len) = (HostOffset::new(start), ByteLen::new(end.saturating_sub(start)));
+    if len == ByteLen::ZERO {
+        return Ok(at);
+    }
+    let data = image.data_storage();
+    if !image.raw_data {
+        // Anything may lie there that nothing mapped. A raw file reads as zeroes there already.
+        let mode = ZeroMode { unmap: true, fast_only: false };
+        data.write_zeroes(at, len, mode).await?;
+    }
+    take_space(data, at, len, how).await?;
     Ok(at)
 }
 
@@ -194,7 +223,6 @@ fn set_entry(entry: &mut [u64], placed: &Placed, cluster: u64, size: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use bedplate_types::Preallocation;
 
     #[test]
     fn entries_name_the_fills_clusters_one_after_the_other() {

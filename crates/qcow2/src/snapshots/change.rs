@@ -32,6 +32,7 @@ impl<S: Storage> Qcow2<S> {
     /// are too narrow, `Corrupt` when its tables can't be trusted, or what the storage reports. The image is as
     /// before then.
     pub async fn create_snapshot(&self, new: &NewSnapshot<'_>) -> Result<Vec<u8>> {
+        self.refuse_data_file("internal snapshots")?;
         if new.name.len() > MAX_NAME || new.name.contains(&0) {
             return Err(Error::new(
                 ErrorKind::InvalidInput,
