@@ -66,6 +66,9 @@ pub struct ServeArgs {
         requires = "nbd"
     )]
     export_name: String,
+    /// Let NBD clients ask for this persistent bitmap of the image, as qemu:dirty-bitmap:NAME; may be given several times
+    #[arg(short = 'B', long, value_name = "NAME", requires = "nbd")]
+    bitmap: Vec<String>,
     /// Refuse all changes
     #[arg(short, long)]
     read_only: bool,
@@ -128,6 +131,7 @@ Examples:
   bedplate serve --vhost-user-blk /run/disk.sock --queues 4 disk.qcow2
   bedplate serve --nbd unix:/run/disk.nbd disk.qcow2
   bedplate serve --nbd 127.0.0.1:10809 --read-only --allow-backing clone.qcow2
+  bedplate serve --nbd unix:/run/disk.nbd --read-only --bitmap nightly disk.qcow2
   bedplate serve --nbd unix:/run/null.nbd null:100G",
         chain = limits::MAX_CHAIN_DEPTH,
         queues = limits::MAX_QUEUES,
@@ -239,7 +243,7 @@ fn export(daemon: &mut Daemon, args: &ServeArgs) -> bedplate_types::Result<()> {
     for addr in &args.nbd {
         let mut options = NbdOptions::default();
         options.runtime.spin = spin;
-        daemon.export_nbd(addr, &args.export_name, options)?;
+        daemon.export_nbd(addr, &args.export_name, &args.bitmap, options)?;
     }
     Ok(())
 }

@@ -2,6 +2,7 @@
 
 use crate::chain::{Chain, Under, sector_end};
 use crate::layer::Layer;
+use bedplate_qcow2::BitmapView;
 use bedplate_qcow2::Qcow2;
 use bedplate_runtime::buf::IoVec;
 use bedplate_runtime::sync::PinGuard;
@@ -103,6 +104,21 @@ impl<S: Storage> Disk<S> {
     /// True when completed writes are volatile until a flush.
     pub fn write_cache(&self) -> bool {
         self.cache.write_cache()
+    }
+
+    /// What the persistent bitmap `name` of the top image says.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none, `Unsupported` for one that can't be trusted and for disks that can have none, or what
+    /// reading it gives.
+    pub async fn bitmap(&self, name: &str) -> Result<BitmapView> {
+        match self.top() {
+            Some(Layer::Qcow2(image)) => image.bitmap(name.as_bytes()).await,
+            _ => {
+                let text = format!("disk '{}' can't have persistent bitmaps; qcow2 can", self.name);
+                Err(Error::new(ErrorKind::Unsupported, text))
+            }
+        }
     }
 
     /// Number of layers.

@@ -3,6 +3,7 @@
 //! Callers: transmission uses it, the server takes it; `Disk` has it, and tests have disks in memory that fail and
 //! wait on demand. Ranges were checked against [`Device::size`] before any call.
 
+use crate::bitmap::NamedBitmap;
 use bedplate_runtime::buf::IoVec;
 use bedplate_storage::ZeroMode;
 use bedplate_types::{ByteLen, GuestOffset, Result};
@@ -30,6 +31,11 @@ pub trait Device: Send + Sync + 'static {
 
     /// Requests whose offset and length are multiples of this are cheap; 1 where the host caches pages.
     fn align(&self) -> u32;
+
+    /// Bitmaps that clients may ask for, at most [`crate::MAX_BITMAPS`].
+    fn bitmaps(&self) -> &[NamedBitmap] {
+        &[]
+    }
 
     /// Fills `buf` from `at`.
     async fn read(&self, at: GuestOffset, buf: IoVec) -> Result<()>;

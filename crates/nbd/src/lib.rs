@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 pub mod addr;
+mod bitmap;
 pub mod client;
 pub mod device;
 mod disk;
@@ -26,4 +27,5 @@ pub mod stream;
 pub mod transmission;
 
 pub use addr::NbdAddr;
+pub use bitmap::{DirtyMap, MAX_BITMAPS, NamedBitmap};
 pub use server::{NbdExport, NbdOptions, NbdServer};

@@ -4,6 +4,7 @@
 //! Invariants: data of an option is read only when its length is within [`MAX_NBD_OPTION`], else it is skipped;
 //! no reply string is longer than [`MAX_NBD_STRING`]; nothing of the disk is touched before an export is chosen.
 
+use crate::bitmap::{self, MAX_BITMAPS};
 use crate::proto::{
     self, OptionHeader, OptionReply, Reader, export_flag, handshake, option, reply,
 };
@@ -24,6 +25,8 @@ pub struct ExportInfo {
     pub flags: u16,
     /// Minimum, preferred and maximum block size.
     pub block: BlockSizes,
+    /// Names of the dirty bitmaps that clients may ask for.
+    pub bitmaps: Vec<String>,
 }
 
 /// Sizes of requests an export asks for.
@@ -46,6 +49,8 @@ pub struct Agreed {
     pub structured: bool,
     /// `base:allocation` was chosen for this export.
     pub allocation: bool,
+    /// Which of the export's bitmaps were chosen: bit `n` for the `n`-th.
+    pub bitmaps: u32,
 }
 
 /// How a negotiation ended.
@@ -59,6 +64,8 @@ pub enum Outcome {
 
 /// The number that stands for `base:allocation` in replies.
 pub const ALLOCATION_ID: u32 = 1;
+/// The number that stands for the first bitmap; the others follow.
+pub const FIRST_BITMAP_ID: u32 = 2;
 
 /// Queries in one LIST_META_CONTEXT or SET_META_CONTEXT.
 const MAX_QUERIES: u32 = 256;
@@ -91,7 +98,7 @@ pub async fn negotiate<S: ByteStream>(
         fixed: flags & u32::from(handshake::FIXED_NEWSTYLE) != 0,
         no_zeroes: flags & u32::from(handshake::NO_ZEROES) != 0,
         structured: false,
-        allocation_for: None,
+        chosen: None,
         out: Vec::new(),
     };
     loop {
@@ -136,8 +143,8 @@ struct State<'e> {
     fixed: bool,
     no_zeroes: bool,
     structured: bool,
-    /// The export for which `base:allocation` was chosen last.
-    allocation_for: Option<usize>,
+    /// The export for which contexts were chosen last, whether `base:allocation` was, and which bitmaps.
+    chosen: Option<(usize, bool, u32)>,
     out: Vec<u8>,
 }
 
@@ -244,7 +251,7 @@ impl State<'_> {
         let set = opt == option::SET_META_CONTEXT;
         if set {
             // What was chosen before is replaced even when this one fails.
-            self.allocation_for = None;
+            self.chosen = None;
         }
         if !self.structured {
             let text = "metadata contexts need structured replies first";
@@ -254,14 +261,32 @@ impl State<'_> {
             return self.error(opt, reply::ERR_INVALID, "the option's lengths do not fit its data");
         };
         let Some(export) = self.named(opt, name) else { return };
-        let matches = |q: &&[u8]| *q == proto::BASE_ALLOCATION || (!set && *q == b"base:");
-        if queries.iter().any(matches) || (!set && queries.is_empty()) {
-            let id = if set { ALLOCATION_ID } else { 0 };
-            let body = [&id.to_be_bytes(), proto::BASE_ALLOCATION].concat();
-            self.reply(opt, reply::META_CONTEXT, &body);
-            if set {
-                self.allocation_for = Some(export);
+        let names = self.exports.get(export).map(|e| e.bitmaps.as_slice()).unwrap_or_default();
+        let bitmaps = names.iter().take(MAX_BITMAPS).map(|name| bitmap::context(name));
+        let offered: Vec<Vec<u8>> =
+            std::iter::once(proto::BASE_ALLOCATION.to_vec()).chain(bitmaps).collect();
+        // When asking what there is, a query may be the begin of names.
+        let begins = [&b"base:"[..], b"qemu:", b"qemu:dirty-bitmap:"];
+        let wanted = |context: &[u8]| {
+            let named =
+                |q: &&[u8]| *q == context || (!set && begins.contains(q) && context.starts_with(q));
+            queries.iter().any(named) || (!set && queries.is_empty())
+        };
+        let (mut allocation, mut chosen) = (false, 0);
+        for (id, context) in (ALLOCATION_ID..).zip(&offered) {
+            if !wanted(context) {
+                continue;
             }
+            let shown = if set { id } else { 0 };
+            let body = [&shown.to_be_bytes()[..], context].concat();
+            self.reply(opt, reply::META_CONTEXT, &body);
+            match id.checked_sub(FIRST_BITMAP_ID) {
+                None => allocation = true,
+                Some(n) => chosen |= 1u32.checked_shl(n).unwrap_or(0),
+            }
+        }
+        if set {
+            self.chosen = Some((export, allocation, chosen));
         }
         self.reply(opt, reply::ACK, &[]);
     }
@@ -296,11 +321,9 @@ impl State<'_> {
     }
 
     fn ready(&self, export: usize) -> Outcome {
-        Outcome::Ready(Agreed {
-            export,
-            structured: self.structured,
-            allocation: self.allocation_for == Some(export),
-        })
+        let chosen = self.chosen.filter(|(of, ..)| *of == export);
+        let (allocation, bitmaps) = chosen.map_or((false, 0), |(_, a, b)| (a, b));
+        Outcome::Ready(Agreed { export, structured: self.structured, allocation, bitmaps })
     }
 
     fn reply(&mut self, option: u32, kind: u32, body: &[u8]) {

@@ -3,7 +3,6 @@
 //! Callers: requests build them, the writing half of a session sends them.
 
 use crate::device::Run;
-use crate::negotiate::ALLOCATION_ID;
 use crate::proto::{self, Errno, allocation, chunk};
 use bedplate_runtime::buf::AlignedBuf;
 use std::io::IoSlice;
@@ -103,17 +102,19 @@ impl Reply {
         }
     }
 
-    /// Extents of `base:allocation`.
-    pub fn block_status(form: Form, runs: &[Run]) -> Self {
-        let mut head = Vec::with_capacity(proto::CHUNK_HEADER + 4 + runs.len() * 8);
-        let len = 4 + 8 * runs.len() as u32;
-        proto::put_chunk(&mut head, chunk::DONE, chunk::BLOCK_STATUS, form.cookie, len);
-        head.extend_from_slice(&ALLOCATION_ID.to_be_bytes());
-        for run in runs {
-            let hole = if run.hole { allocation::HOLE } else { 0 };
-            let zero = if run.zero { allocation::ZERO } else { 0 };
-            head.extend_from_slice(&(run.len as u32).to_be_bytes());
-            head.extend_from_slice(&(hole | zero).to_be_bytes());
+    /// Extents of each metadata context, by its number.
+    pub fn block_status(form: Form, contexts: &[(u32, Vec<(u32, u32)>)]) -> Self {
+        let runs: usize = contexts.iter().map(|(_, runs)| runs.len()).sum();
+        let mut head = Vec::with_capacity(contexts.len() * (proto::CHUNK_HEADER + 4) + runs * 8);
+        for (n, (id, runs)) in contexts.iter().enumerate() {
+            let flags = if n + 1 == contexts.len() { chunk::DONE } else { 0 };
+            let len = 4 + 8 * runs.len() as u32;
+            proto::put_chunk(&mut head, flags, chunk::BLOCK_STATUS, form.cookie, len);
+            head.extend_from_slice(&id.to_be_bytes());
+            for (len, flags) in runs {
+                head.extend_from_slice(&len.to_be_bytes());
+                head.extend_from_slice(&flags.to_be_bytes());
+            }
         }
         Self::of_head(head)
     }
@@ -137,6 +138,13 @@ impl Reply {
     pub fn into_buf(self) -> Option<AlignedBuf> {
         self.data
     }
+}
+
+/// A run as an extent of `base:allocation`.
+pub(crate) fn extent(run: &Run) -> (u32, u32) {
+    let hole = if run.hole { allocation::HOLE } else { 0 };
+    let zero = if run.zero { allocation::ZERO } else { 0 };
+    (run.len as u32, hole | zero)
 }
 
 fn is_zero(bytes: &[u8]) -> bool {

@@ -2,10 +2,12 @@
 //!
 //! Caller: transmission. [`check`] is pure, and every request passes it before it costs memory or touches the disk.
 
+use crate::bitmap::{self, MAX_BITMAPS};
 use crate::device::{Device, Run};
+use crate::negotiate::{ALLOCATION_ID, FIRST_BITMAP_ID};
 use crate::pool::Pool;
 use crate::proto::{Errno, Request, command, command_flag};
-use crate::reply::{Form, Reply};
+use crate::reply::{self, Form, Reply};
 use bedplate_runtime::buf::{AlignedBuf, SharedBuf};
 use bedplate_storage::ZeroMode;
 use bedplate_types::limits::MAX_NBD_REQUEST;
@@ -23,6 +25,8 @@ pub(crate) struct Rights {
     pub read_only: bool,
     pub structured: bool,
     pub allocation: bool,
+    /// Bitmaps that were chosen, a bit each.
+    pub bitmaps: u32,
 }
 
 /// Why a request is refused.
@@ -55,7 +59,7 @@ pub(crate) fn check(r: &Request, rights: &Rights) -> Result<(), Refusal> {
         return Err((Errno::Inval, "FLUSH takes no range"));
     }
     if r.command == command::BLOCK_STATUS {
-        if !rights.allocation {
+        if !rights.allocation && rights.bitmaps == 0 {
             return Err((Errno::Inval, "no metadata context was chosen for this export"));
         }
         if r.len == 0 {
@@ -96,11 +100,14 @@ pub(crate) async fn execute<D: Device>(
     device: &D,
     r: Request,
     payload: Option<AlignedBuf>,
-    structured: bool,
+    rights: &Rights,
     pool: &Pool,
 ) -> Reply {
-    let form = Form { cookie: r.cookie, structured };
-    let done = attempt(device, r, payload, form, pool).await;
+    let form = Form { cookie: r.cookie, structured: rights.structured };
+    let done = match r.command {
+        command::BLOCK_STATUS => all_status(device, r, form, rights).await,
+        _ => attempt(device, r, payload, form, pool).await,
+    };
     done.unwrap_or_else(|e| failed(&e, &r, form))
 }
 
@@ -184,10 +191,6 @@ async fn attempt<D: Device>(
             }
         }
         command::CACHE => cache(device, r, pool).await?,
-        command::BLOCK_STATUS => {
-            let runs = block_status(device, r).await?;
-            return Ok(Reply::block_status(form, &runs));
-        }
         // `check` let no other through.
         _ => return Err(Error::new(ErrorKind::InvalidInput, "an unknown request")),
     }
@@ -229,6 +232,28 @@ async fn cache<D: Device>(device: &D, r: Request, pool: &Pool) -> Result<(), Err
     Ok(())
 }
 
+/// What each metadata context that was chosen says of the range.
+async fn all_status<D: Device>(
+    device: &D,
+    r: Request,
+    form: Form,
+    rights: &Rights,
+) -> Result<Reply, Error> {
+    let mut contexts: Vec<(u32, Vec<(u32, u32)>)> = Vec::new();
+    if rights.allocation {
+        let runs = block_status(device, r).await?;
+        contexts.push((ALLOCATION_ID, runs.iter().map(reply::extent).collect()));
+    }
+    let limit = if r.has(command_flag::REQ_ONE) { 1 } else { MAX_EXTENTS };
+    for (n, bitmap) in (0u32..).zip(device.bitmaps()).take(MAX_BITMAPS) {
+        if rights.bitmaps >> n & 1 != 0 {
+            let runs = bitmap::status(&*bitmap.map, r.offset, u64::from(r.len), limit);
+            contexts.push((FIRST_BITMAP_ID + n, runs));
+        }
+    }
+    Ok(Reply::block_status(form, &contexts))
+}
+
 /// Extents from the start of the range, neighbours in the same state merged; as many as fit one answer.
 async fn block_status<D: Device>(device: &D, r: Request) -> Result<Vec<Run>, Error> {
     let limit = if r.has(command_flag::REQ_ONE) { 1 } else { MAX_EXTENTS };
@@ -260,7 +285,7 @@ mod tests {
     use super::*;
 
     const RW: Rights =
-        Rights { size: 1 << 20, read_only: false, structured: true, allocation: true };
+        Rights { size: 1 << 20, read_only: false, structured: true, allocation: true, bitmaps: 0 };
 
     fn request(command: u16, flags: u16, offset: u64, len: u32) -> Request {
         Request { flags, command, cookie: 1, offset, len }

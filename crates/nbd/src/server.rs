@@ -261,6 +261,7 @@ impl<D: Device> NbdExport<D> {
                 preferred: 4096,
                 maximum: MAX_NBD_REQUEST,
             },
+            bitmaps: self.disk.bitmaps().iter().map(|b| b.name.clone()).collect(),
         }
     }
 }

@@ -99,6 +99,7 @@ pub async fn transmit<S: ByteStream, D: Device>(
             read_only,
             structured: agreed.structured,
             allocation: agreed.allocation,
+            bitmaps: agreed.bitmaps,
         },
         pool: Pool::default(),
         jobs: RefCell::default(),
@@ -217,7 +218,7 @@ impl Session {
         let structured = self.rights.structured;
         match work {
             Work::One(Job { request, payload, bytes }) => {
-                let done = request::execute(device, request, payload, structured, &self.pool);
+                let done = request::execute(device, request, payload, &self.rights, &self.pool);
                 self.reply(done.await, bytes);
             }
             Work::Writes(jobs) => {

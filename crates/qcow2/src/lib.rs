@@ -42,7 +42,7 @@ mod write;
 mod writeback;
 
 pub use below::{Below, Nothing};
-pub use bitmaps::BitmapChange;
+pub use bitmaps::{BitmapChange, BitmapView};
 pub use crypt::{Passphrase, new_luks_area, read_luks_header};
 pub use faults::{OrderFaults, OrderRule};
 pub use image::Qcow2;

@@ -2,6 +2,8 @@
 
 use bedplate_disk::Disk;
 use bedplate_nbd::device::{Device, Run};
+use bedplate_nbd::{DirtyMap, NamedBitmap};
+use bedplate_qcow2::BitmapView;
 use bedplate_runtime::buf::IoVec;
 use bedplate_storage::{Storage, ZeroMode};
 use bedplate_types::{ByteLen, GuestOffset, Result};
@@ -50,6 +52,16 @@ impl Counters {
 pub(crate) struct Counted<S: Storage> {
     pub(crate) disk: Arc<Disk<S>>,
     pub(crate) counters: Arc<Counters>,
+    pub(crate) bitmaps: Vec<NamedBitmap>,
+}
+
+/// A bitmap of the disk's image.
+pub(crate) struct Dirty(pub(crate) BitmapView);
+
+impl DirtyMap for Dirty {
+    fn run(&self, at: u64, most: u64) -> (bool, u64) {
+        self.0.run(at, most)
+    }
 }
 
 impl<S: Storage> Counted<S> {
@@ -70,6 +82,10 @@ impl<S: Storage> Device for Counted<S> {
 
     fn align(&self) -> u32 {
         self.disk.limits().align
+    }
+
+    fn bitmaps(&self) -> &[NamedBitmap] {
+        &self.bitmaps
     }
 
     async fn read(&self, at: GuestOffset, buf: IoVec) -> Result<()> {

@@ -4,10 +4,10 @@ use crate::export::{ExportKind, ExportStats, Running};
 use crate::signals::Signals;
 use bedplate_disk::Disk;
 use bedplate_image::{ChainOptions, OpenedDisk, open_chain, open_null};
-use bedplate_nbd::{NbdAddr, NbdOptions};
+use bedplate_nbd::{MAX_BITMAPS, NbdAddr, NbdOptions};
 use bedplate_runtime::{Backend, Config, Runtime};
 use bedplate_storage::FileStorage;
-use bedplate_types::{ByteLen, CacheMode, Result, ResultExt};
+use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, Result, ResultExt};
 use bedplate_vhost_user::BlkOptions;
 use futures_util::future::{Either, select};
 use sd_notify::NotifyState;
@@ -68,12 +68,29 @@ impl Daemon {
         self.opened.disk.clone()
     }
 
-    /// Offers the disk over NBD under `name`; clients can connect when this returns.
+    /// Offers the disk over NBD under `name`, with these persistent bitmaps of its image; clients can connect when this
+    /// returns.
     ///
     /// # Errors
-    /// When the address or the name can't be, or is in use.
-    pub fn export_nbd(&mut self, addr: &NbdAddr, name: &str, options: NbdOptions) -> Result<()> {
-        self.exports.push(Running::nbd(self.disk(), addr, name, options)?);
+    /// When the address or the name can't be, or is in use; `NotFound` or `Unsupported` for a bitmap that is not there or
+    /// can't be trusted; `Limit` for too many.
+    pub fn export_nbd(
+        &mut self,
+        addr: &NbdAddr,
+        name: &str,
+        bitmaps: &[String],
+        options: NbdOptions,
+    ) -> Result<()> {
+        if bitmaps.len() > MAX_BITMAPS {
+            let text = format!("at most {MAX_BITMAPS} bitmaps can be offered over NBD");
+            return Err(Error::new(ErrorKind::Limit, text));
+        }
+        let mut views = Vec::new();
+        for bitmap in bitmaps {
+            let view = self.runtime.block_on(self.opened.disk.bitmap(bitmap))?;
+            views.push((bitmap.clone(), view));
+        }
+        self.exports.push(Running::nbd(self.disk(), addr, name, views, options)?);
         Ok(())
     }
 

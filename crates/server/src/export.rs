@@ -1,8 +1,9 @@
 //! One disk offered over one protocol.
 
-use crate::counted::{Counted, Counters};
+use crate::counted::{Counted, Counters, Dirty};
 use bedplate_disk::Disk;
-use bedplate_nbd::{NbdAddr, NbdExport, NbdOptions, NbdServer};
+use bedplate_nbd::{NamedBitmap, NbdAddr, NbdExport, NbdOptions, NbdServer};
+use bedplate_qcow2::BitmapView;
 use bedplate_storage::FileStorage;
 use bedplate_types::Result;
 use bedplate_vhost_user::{BlkOptions, Export, QueueStats, VhostUserBlk};
@@ -93,14 +94,19 @@ impl Running {
         disk: Arc<Disk<FileStorage>>,
         addr: &NbdAddr,
         name: &str,
+        bitmaps: Vec<(String, BitmapView)>,
         options: NbdOptions,
     ) -> Result<Self> {
+        let bitmaps = bitmaps
+            .into_iter()
+            .map(|(name, view)| NamedBitmap { name, map: Arc::new(Dirty(view)) })
+            .collect();
         let counters = Arc::<Counters>::default();
         let export = NbdExport {
             name: name.to_owned(),
             description: disk.name().to_owned(),
             read_only: disk.read_only(),
-            disk: Arc::new(Counted { disk, counters: counters.clone() }),
+            disk: Arc::new(Counted { disk, counters: counters.clone(), bitmaps }),
         };
         let server = NbdServer::start(addr, vec![export], options)?;
         let addr = match server.local_addr() {

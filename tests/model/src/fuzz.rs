@@ -145,7 +145,7 @@ pub fn examine(bytes: &[u8]) {
     block_on(async {
         let Ok(before) = check(&storage, options.clone()).await else { return };
         assert!(storage.image().to_vec() == bytes, "an image that was only checked has changed");
-        let what = if bytes.len() % 3 == 0 { Repair::Leaks } else { Repair::All };
+        let what = if bytes.len().is_multiple_of(3) { Repair::Leaks } else { Repair::All };
         let Ok(after) = repair(&storage, what, options.clone()).await else { return };
         assert!(!before.is_clean() || after.is_clean(), "a clean image was damaged: {after:?}");
         let Ok(again) = check(&storage, options).await else {

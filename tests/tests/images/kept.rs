@@ -107,8 +107,10 @@ fn unknown_extensions_and_fields_are_kept_byte_for_byte() -> Result<()> {
     Ok(())
 }
 
-/// What a header holds that Bedplate gives no meaning to.
-fn strange(image: &Path) -> Result<(Vec<(u32, Vec<u8>)>, Vec<u8>, u64)> {
+/// Extensions, fields and bits of a header that Bedplate gives no meaning to.
+type Strange = (Vec<(u32, Vec<u8>)>, Vec<u8>, u64);
+
+fn strange(image: &Path) -> Result<Strange> {
     let header = Header::parse(&std::fs::read(image)?[..65536])?;
     let known = [EXT_BITMAPS];
     let extensions = header.extensions.into_iter().filter(|e| !known.contains(&e.id));

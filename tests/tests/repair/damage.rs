@@ -122,7 +122,7 @@ impl Damaged {
     fn l2_entry(&self, rng: &mut Rng) -> Option<u64> {
         let table = word(&self.image, self.l1_entry(rng)?) & OFFSET_MASK;
         let (cluster, size) = (1 << header(&self.image).cluster_bits, entry_bytes(&self.image));
-        let inside = table % cluster == 0 && table + cluster <= self.image.len();
+        let inside = table.is_multiple_of(cluster) && table + cluster <= self.image.len();
         inside.then(|| table + size * rng.below((cluster / size).min(100)))
     }
 

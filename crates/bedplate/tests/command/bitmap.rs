@@ -1,6 +1,7 @@
 //! `bedplate bitmap`.
 
 use super::Bench;
+use super::serve::{Serving, uri};
 use anyhow::{Result, ensure};
 use bedplate_tests::has_or_skip;
 use serde_json::{Value, json};
@@ -65,5 +66,45 @@ fn what_cannot_be_done_changes_nothing() -> Result<()> {
     bench.run(&["bitmap", "--remove", "a.qcow2", "b0"])?.ok()?;
     bench.run(&["resize", "a.qcow2", "11M"])?.ok()?;
     bench.run(&["check", "a.qcow2"])?.ok()?;
+    Ok(())
+}
+
+/// A client that asked for both contexts waited for ever elsewhere, since the last part was not marked as such.
+#[test]
+fn clients_learn_over_nbd_what_was_changed() -> Result<()> {
+    if !has_or_skip("clients_learn_over_nbd_what_was_changed", "nbdinfo") {
+        return Ok(());
+    }
+    let bench = Bench::new()?;
+    bench.run(&["create", "-q", "a.qcow2", "8M"])?.ok()?;
+    bench.run(&["bitmap", "--add", "a.qcow2", "b0"])?.ok()?;
+    bench.run(&["bitmap", "--add", "--disable", "-g", "4K", "a.qcow2", "b1"])?.ok()?;
+    let maps = |uri: &str, name: &str| -> Result<Vec<(u64, u64)>> {
+        let word = format!("--map=qemu:dirty-bitmap:{name}");
+        let map = bench.tool_json("nbdinfo", &[&word, "--json", uri])?;
+        let all = map.as_array().map_or(&[][..], Vec::as_slice);
+        let number = |v: &Value| v.as_u64().unwrap_or(u64::MAX);
+        let dirty = all.iter().filter(|e| e["type"] == 1);
+        Ok(dirty.map(|e| (number(&e["offset"]), number(&e["length"]))).collect())
+    };
+    let serving = Serving::start(&bench, &["--nbd", "./s", "-B", "b0", "-B", "b1", "a.qcow2"])?;
+    let at = uri(&serving.hello)?.to_owned();
+    ensure!(maps(&at, "b0")?.is_empty());
+    bench.tool("qemu-io", &["-f", "raw", "-c", "write 1M 100k", "-c", "discard 4M 1M", &at])?;
+    // One that records tells of it at once.
+    assert_eq!(maps(&at, "b0")?, [(1 << 20, 128 << 10), (4 << 20, 1 << 20)]);
+    ensure!(maps(&at, "b1")?.is_empty());
+    let totals = bench.tool("nbdinfo", &["--map", &at])?;
+    ensure!(totals.contains("data"), "{totals}");
+    let all = bench.tool("nbdinfo", &["--list", &at])?;
+    ensure!(all.contains("qemu:dirty-bitmap:b0") && all.contains("base:allocation"), "{all}");
+    serving.stop()?;
+    bench.tool("qemu-img", &["check", "-q", "a.qcow2"])?;
+    let read_only = ["--nbd", "./s", "--read-only", "--bitmap", "b0", "a.qcow2"];
+    let serving = Serving::start(&bench, &read_only)?;
+    assert_eq!(maps(uri(&serving.hello)?, "b0")?, [(1 << 20, 128 << 10), (4 << 20, 1 << 20)]);
+    serving.stop()?;
+    let none = ["--log-level=error", "serve", "--nbd", "./s", "-B", "b2", "a.qcow2"];
+    bench.refuses(&none, 1, &["b2", "bedplate info"])?;
     Ok(())
 }

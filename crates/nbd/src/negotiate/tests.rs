@@ -11,8 +11,10 @@ fn exports() -> Vec<ExportInfo> {
         size,
         flags: export_flag::SEND_FLUSH,
         block,
+        bitmaps: Vec::new(),
     };
-    vec![one("first", 1 << 20), one("second", 2 << 20)]
+    let bitmaps = vec!["daily".into(), "weekly".into()];
+    vec![one("first", 1 << 20), ExportInfo { bitmaps, ..one("second", 2 << 20) }]
 }
 
 fn opt(option: u32, data: &[u8]) -> Vec<u8> {
@@ -69,7 +71,10 @@ fn kinds(out: &[u8]) -> Vec<u32> {
 fn go_answers_with_size_names_and_block_sizes() {
     let ask = opt(option::GO, &go(b"second", &[1, 2, 3]));
     let (end, out) = talk(3, &[ask]);
-    assert_eq!(end, Outcome::Ready(Agreed { export: 1, structured: false, allocation: false }));
+    assert_eq!(
+        end,
+        Outcome::Ready(Agreed { export: 1, structured: false, allocation: false, bitmaps: 0 })
+    );
     let r = replies(&out);
     assert_eq!(r[0].1[..10], [0, 0, 0, 0, 0, 0, 0, 0x20, 0, 0]);
     assert_eq!(r[1].1, b"\0\x01second");
@@ -187,6 +192,40 @@ fn contexts_need_structured_replies_and_hold_for_the_export_they_were_chosen_for
     assert!(!end(&[sr.clone(), set(b"", &[b"base:"]), gof.clone()]), "no wildcard in SET");
     assert!(!end(&[sr.clone(), set(b"", &[ba]), set(b"", &[]), gof.clone()]), "replaced");
     assert!(!end(&[sr.clone(), set(b"", &[ba]), set(b"none", &[ba]), gof]), "replaced by failure");
+}
+
+#[test]
+fn bitmaps_are_contexts_of_their_own_export() {
+    let sr = opt(option::STRUCTURED_REPLY, b"");
+    let list = |name: &[u8], q: &[&[u8]]| opt(option::LIST_META_CONTEXT, &meta(name, q));
+    let named = |name: &[u8], q: &[&[u8]]| -> Vec<String> {
+        let (_, out) = talk(3, &[sr.clone(), list(name, q)]);
+        let of = replies(&out).into_iter().filter(|r| r.0 == reply::META_CONTEXT);
+        of.map(|r| String::from_utf8_lossy(&r.1[4..]).into_owned()).collect()
+    };
+    let (daily, weekly) = ("qemu:dirty-bitmap:daily", "qemu:dirty-bitmap:weekly");
+    assert_eq!(named(b"second", &[]), ["base:allocation", daily, weekly]);
+    assert_eq!(named(b"second", &[b"qemu:"]), [daily, weekly]);
+    assert_eq!(named(b"second", &[b"qemu:dirty-bitmap:", b"base:"]).len(), 3);
+    assert_eq!(named(b"second", &[b"qemu:dirty-bitmap:week"]), [""; 0]);
+    assert_eq!(named(b"first", &[b"qemu:"]), [""; 0]);
+    let set = |q: &[&[u8]]| opt(option::SET_META_CONTEXT, &meta(b"second", q));
+    let chosen = |q: &[&[u8]]| {
+        let options = [sr.clone(), set(q), opt(option::GO, &go(b"second", &[]))];
+        match talk(3, &options) {
+            (Outcome::Ready(a), out) => {
+                let ids = replies(&out).into_iter().filter(|r| r.0 == reply::META_CONTEXT);
+                (a.allocation, a.bitmaps, ids.map(|r| r.1[3]).collect::<Vec<_>>())
+            }
+            (Outcome::Close(why), _) => panic!("{why}"),
+        }
+    };
+    assert_eq!(chosen(&[weekly.as_bytes()]), (false, 2, vec![3]));
+    assert_eq!(
+        chosen(&[weekly.as_bytes(), b"base:allocation", daily.as_bytes()]),
+        (true, 3, vec![1, 2, 3])
+    );
+    assert_eq!(chosen(&[b"qemu:", b"qemu:dirty-bitmap:"]), (false, 0, vec![]));
 }
 
 #[test]

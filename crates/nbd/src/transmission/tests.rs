@@ -11,8 +11,8 @@ use std::io::IoSlice;
 use std::sync::atomic::Ordering::SeqCst;
 use std::task::{Context, Waker};
 
-const SIMPLE: Agreed = Agreed { export: 0, structured: false, allocation: false };
-const FULL: Agreed = Agreed { export: 0, structured: true, allocation: true };
+const SIMPLE: Agreed = Agreed { export: 0, structured: false, allocation: false, bitmaps: 0 };
+const FULL: Agreed = Agreed { export: 0, structured: true, allocation: true, bitmaps: 0 };
 
 fn ask(command: u16, flags: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
     Request { flags, command, cookie, offset, len }.encode().to_vec()

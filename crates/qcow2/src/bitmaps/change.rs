@@ -95,7 +95,7 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    fn no_such_bitmap(&self, name: &[u8]) -> Error {
+    pub(super) fn no_such_bitmap(&self, name: &[u8]) -> Error {
         Error::new(
             ErrorKind::NotFound,
             format!(

@@ -14,8 +14,10 @@ mod directory;
 mod header;
 mod resize;
 mod store;
+mod view;
 
 pub use change::BitmapChange;
+pub use view::BitmapView;
 
 use crate::format::{Bitmap, EXT_BITMAPS, Geometry, Header};
 use crate::image::Qcow2;
@@ -56,7 +58,7 @@ pub(crate) struct Tracked {
     /// Bits of the disk: as many as it has grains.
     count: u64,
     /// Loaded before the first change.
-    bits: OnceLock<Box<[AtomicU64]>>,
+    bits: OnceLock<Arc<[AtomicU64]>>,
 }
 
 impl Default for Bitmaps {

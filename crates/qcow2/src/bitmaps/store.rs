@@ -11,6 +11,7 @@ use crate::open::{read_bytes, words};
 use crate::space::{FreeRun, Freed};
 use bedplate_storage::Storage;
 use bedplate_types::{Error, ErrorKind, HostOffset, Result};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The bitmap can't be trusted.
@@ -61,7 +62,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Reads a bitmap's bits, in words of 64.
-    pub(super) async fn load_bits(&self, bitmap: &Bitmap, count: u64) -> Result<Box<[AtomicU64]>> {
+    pub(super) async fn load_bits(&self, bitmap: &Bitmap, count: u64) -> Result<Arc<[AtomicU64]>> {
         let cluster = self.tables.cluster() as usize;
         let mut out: Vec<AtomicU64> = Vec::with_capacity(count.div_ceil(64) as usize);
         for raw in self.read_bitmap_table(bitmap).await? {
@@ -79,7 +80,7 @@ impl<S: Storage> Qcow2<S> {
         {
             last.fetch_and(u64::MAX >> (64 - count % 64), Ordering::Relaxed);
         }
-        Ok(out.into_boxed_slice())
+        Ok(out.into())
     }
 
     pub(super) async fn read_bitmap_table(&self, bitmap: &Bitmap) -> Result<Vec<u64>> {
