@@ -56,9 +56,10 @@ impl<S: Storage> Qcow2<S> {
     /// Writes `buf` at `at` bytes into the space for VM state. The first write there must not meet other requests.
     ///
     /// # Errors
-    /// `Limit` beyond what an L1 table can map, `ReadOnly`, `NoSpace`, or what the storage reports.
+    /// `Limit` beyond what an L1 table can map, `Unsupported` with an external data file, `ReadOnly`, `NoSpace`, or what the storage reports.
     pub async fn write_vm_state(&self, at: u64, buf: IoVec) -> Result<()> {
         self.check_writable()?;
+        self.refuse_data_file("VM state")?;
         let (start, entries) = self.vm_state_range(at, buf.byte_len())?;
         if entries > self.header().l1_size {
             self.grow_l1(entries).await?;
