@@ -99,7 +99,10 @@ impl<S: Storage> Qcow2<S> {
         }
         slice.touch();
         if tables.geo.is_extended() {
-            return self.lookup_parts(slice, write, at, len);
+            return match self.lookup_parts(slice, write, at, len) {
+                Run::At(_) if write && !self.track(at, len) => Run::Other,
+                run => run,
+            };
         }
         let mut rest = (1..clusters).map(|k| (k as u64, slice.get(index + k)));
         match tables.codec.l2(slice.get(index)) {

@@ -4,10 +4,12 @@ use crate::harness::{Folder, churn, open, read, run, write};
 use crate::tools::{
     assert_clean, assert_not_corrupt, content, create, have_qemu, peek, qemu_img, qemu_io,
 };
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use bedplate_disk::Plan;
+use bedplate_storage::SegmentBits;
 use bedplate_tests::random::Random;
 use bedplate_tests::{host, skip};
-use bedplate_types::Format;
+use bedplate_types::{ByteLen, Format, GuestOffset};
 use std::path::Path;
 
 const SIZE: u64 = (8 << 20) + 512;
@@ -100,6 +102,36 @@ fn qemu_goes_on_with_bitmaps_that_bedplate_has_kept() -> Result<()> {
         ensure!(dirty(&image, "kept")? == [(start, grain.min(SIZE - start))]);
         bitmap(&["--remove"], &image, "kept")?;
         assert_clean(&image).with_context(|| options.to_owned())?;
+    }
+    Ok(())
+}
+
+#[test]
+fn writes_that_go_straight_to_the_file_are_recorded() -> Result<()> {
+    let test = "writes_that_go_straight_to_the_file_are_recorded";
+    if !have_qemu(test) || ["nbdinfo", "qemu-nbd"].iter().any(|t| host::which(t).is_none()) {
+        skip(test, "qemu-img, qemu-nbd or nbdinfo is not installed");
+        return Ok(());
+    }
+    for options in ["cluster_size=65536", "cluster_size=65536,extended_l2=on"] {
+        let folder = Folder::new()?;
+        let image = folder.path("image");
+        create(&image, options, SIZE)?;
+        qemu_io(&image, Format::Qcow2, &["write -P 5 0 4M"])?;
+        bitmap(&["--add", "-g", "4096"], &image, "kept")?;
+        run(async || {
+            let disk = open(&image).await?;
+            // The first write marks the bitmaps and loads what is needed.
+            write(&disk, 2 << 20, &[1; 4096]).await?;
+            let (at, len) = (GuestOffset::new((2 << 20) + 8192), ByteLen::new(4096));
+            match disk.plan(true, at, len, SegmentBits::default()) {
+                Plan::Direct { pin, .. } => disk.finish(pin),
+                _ => bail!("a write to mapped space is not planned as direct: {options}"),
+            }
+            Ok(disk.close().await?)
+        })?;
+        let runs = dirty(&image, "kept")?;
+        ensure!(covers(&runs, (2 << 20) + 8192), "{options}: recorded were {runs:?}");
     }
     Ok(())
 }

@@ -6,7 +6,7 @@
 //! - [`tables`] judges L2 entries, and counts what they refer to in [`cells`].
 //! - [`census`] runs both over the image, in windows of the file that fit in memory, on several threads.
 //! - [`compare`] sets the counts beside the stored ones ([`stored`]).
-//! - [`repair`] puts right what is wrong: [`mend`] entries, [`correct`] counts (or [`rebuild`] their tables), [`flags`].
+//! - [`repair()`] puts right what is wrong: [`mend`] entries, [`correct`] counts (or [`rebuild`] their tables), [`flags`].
 //!
 //! Invariants: memory is bounded by [`CheckOptions::max_memory`] and what [`outline`] adds for L2 tables, whatever the
 //! image says; each L2 table is read once a window, however many L1 tables name it; a check writes nothing. Its
