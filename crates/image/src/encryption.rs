@@ -236,7 +236,6 @@ impl EncryptInfo {
             None => Ok(()),
         };
         line("ivgen alg", self.ivgen_alg.as_deref())?;
-        line("ivgen hash alg", self.ivgen_hash_alg.as_deref())?;
         line(
             "detached header",
             self.detached_header.map(|yes| if yes { "true" } else { "false" }),
@@ -244,6 +243,7 @@ impl EncryptInfo {
         line("hash alg", self.hash_alg.as_deref())?;
         line("cipher alg", self.cipher_alg.as_deref())?;
         line("uuid", self.uuid.as_deref())?;
+        line("ivgen hash alg", self.ivgen_hash_alg.as_deref())?;
         line("format", Some(self.format))?;
         line("cipher mode", self.cipher_mode.as_deref())?;
         writeln!(out, "        slots:")?;

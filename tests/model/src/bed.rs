@@ -77,8 +77,9 @@ fn random_cells(spec: &Spec, rng: &mut Rng) -> Vec<Cell> {
             () if spec.data_file == Some(DataFile::Raw) => Cell::Data,
             () if rng.chance(seeds.compressed) => Cell::Compressed,
             () if rng.chance(seeds.zero) && rng.chance(50) => Cell::ZeroKept,
+            () if rng.chance(seeds.zero) => Cell::Zero,
             // Data would have to be encrypted.
-            () if rng.chance(seeds.zero) || spec.luks => Cell::Zero,
+            () if spec.luks => Cell::Unallocated,
             () => Cell::Data,
         })
         .collect()

@@ -68,6 +68,8 @@ impl Encrypted {
 
     fn tool(&self, name: &str, words: &[&str]) -> Command {
         let mut tool = host::tool(name);
+        // Its many threads for encryption would each take address space, of which this process leaves little.
+        tool.env("MALLOC_ARENA_MAX", "1");
         // qemu-io takes objects first, qemu-img behind its command.
         if let Some(first) = words.first() {
             tool.arg(first);
@@ -101,7 +103,7 @@ impl Encrypted {
     /// What QEMU reads.
     fn content(&self, words: &[&str]) -> Result<Vec<u8>> {
         let out = self.folder.path("out");
-        let all = [&["convert", "-O", "raw"], words].concat();
+        let all = [&["convert", "-m", "1", "-O", "raw"], words].concat();
         self.qemu_img(&all, &[&out.display().to_string()])?;
         Ok(std::fs::read(out)?)
     }

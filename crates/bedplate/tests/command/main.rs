@@ -4,6 +4,7 @@ mod bitmap;
 mod check;
 mod create;
 mod data_file;
+mod encrypted;
 mod info;
 mod map;
 mod qemu_io;

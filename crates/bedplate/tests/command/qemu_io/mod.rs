@@ -329,7 +329,7 @@ fn what_is_not_supported_is_refused() -> Result<()> {
     let before = std::fs::read(bench.path("a.qcow2"))?;
     for (args, words) in [
         (&["nbd://localhost/x", "-c", "length"][..], "Unknown protocol 'nbd'"),
-        (&["--object", "secret,id=a,file=b", "a.qcow2"], "objects"),
+        (&["--object", "iothread,id=a", "a.qcow2"], "objects"),
         (&["-T", "x", "a.qcow2"], "RUST_LOG"),
         (&["-f", "raw", "json:{\"driver\":\"qcow2\",\"file.filename\":\"a.qcow2\"}"], "twice"),
         (&["--image-opts", "driver=qcow2,file.locking=off,file.filename=a.qcow2"], "not supported"),
