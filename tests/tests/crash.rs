@@ -155,13 +155,8 @@ fn i2_i4_i6_a_data_file_is_durable_before_what_maps_it() {
 #[test]
 fn i2_i6_subclusters_are_mapped_one_by_one() {
     // A discard leaves parts of compressed clusters as they are, so none are written here.
-    let profile = Profile {
-        spec: Spec::subclusters,
-        discard: 20,
-        zero: 20,
-        compressed: 0,
-        ..Profile::MIXED
-    };
+    let profile =
+        Profile { spec: Spec::subclusters, discard: 20, zero: 20, compressed: 0, ..Profile::MIXED };
     survive("subclusters", profile, 30);
 }
 
