@@ -72,9 +72,9 @@ fn random_cells(spec: &Spec, rng: &mut Rng) -> Vec<Cell> {
     let seeds = spec.seeds;
     (0..spec.size.div_ceil(spec.cluster()))
         .map(|_| match () {
-            () if !rng.chance(seeds.filled) => Cell::Unallocated,
-            // What reads as the disk has no use for other entries.
+            // Where the data file reads as the disk, everything is mapped from the start.
             () if spec.data_file == Some(DataFile::Raw) => Cell::Data,
+            () if !rng.chance(seeds.filled) => Cell::Unallocated,
             () if rng.chance(seeds.compressed) => Cell::Compressed,
             () if rng.chance(seeds.zero) && rng.chance(50) => Cell::ZeroKept,
             () if rng.chance(seeds.zero) => Cell::Zero,
