@@ -10,7 +10,7 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 /// Lone transfers in line are worth it up to this time, about twice a hand-over between threads.
-const QUICK: Duration = Duration::from_micros(30);
+pub(crate) const QUICK: Duration = Duration::from_micros(30);
 /// After slow ones this many transfers go through the ring before the next try, doubled with each slow one.
 const FIRST_PAUSE: u32 = 16;
 const LONGEST_PAUSE: u32 = 2048;
@@ -59,7 +59,7 @@ impl Inline {
     }
 }
 
-/// Measures a transfer in line.
+/// Measures whether a transfer in line is the processor's work.
 pub(crate) struct Timed {
     begin: Instant,
     cpu: Duration,
@@ -68,11 +68,6 @@ pub(crate) struct Timed {
 impl Timed {
     pub(crate) fn begin() -> Self {
         Self { begin: Instant::now(), cpu: cpu_time() }
-    }
-
-    /// True when it took little time.
-    pub(crate) fn was_quick(&self) -> bool {
-        self.begin.elapsed() <= QUICK
     }
 
     /// True when the thread worked most of the time: there was nothing to wait for.
@@ -117,6 +112,5 @@ mod tests {
         let limit = Duration::from_millis(20);
         assert!(never.recv_timeout(limit).is_err());
         assert!(!waited.was_work());
-        assert!(!waited.was_quick());
     }
 }

@@ -4,7 +4,7 @@
 
 use crate::config::{Backend, Config};
 use crate::file::File;
-use crate::inline::{Inline, Timed};
+use crate::inline::{Inline, QUICK, Timed};
 use crate::ops::{Leftovers, OpTable, Request};
 use crate::remote::Shared;
 use crate::ring::Ring;
@@ -12,7 +12,7 @@ use crate::threads::{self, Threads};
 use bedplate_types::Result;
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -318,11 +318,11 @@ impl Io {
             return false;
         }
         let Some(s) = self.staged.take() else { return false };
-        let time = Timed::begin();
+        let begin = Instant::now();
         let n = (s.n as usize).min(MAX_SEGMENTS);
         // SAFETY: whoever gave it vouched for the memory until its completion.
         let result = unsafe { threads::transfer_now(s.op, &s.file, s.iov, n, s.at) };
-        self.lone.learn(s.file.id(), time.was_quick());
+        self.lone.learn(s.file.id(), begin.elapsed() <= QUICK);
         self.complete(user_data::direct(s.place), result);
         self.left.files.push(s.file);
         true

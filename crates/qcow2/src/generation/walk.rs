@@ -34,11 +34,6 @@ impl<S: Storage> Generation<'_, S> {
         Ok(words(&read_bytes(&self.image.storage, at, bytes as usize).await?))
     }
 
-    /// Words that one L2 entry takes.
-    pub(crate) fn stride(&self) -> usize {
-        self.geo.entry_words()
-    }
-
     /// Groups of L1 entries whose tables are read at once.
     pub(crate) fn groups(&self, l1: &[u64]) -> Vec<Vec<(usize, u64)>> {
         let at_once = (READ_BYTES / self.geo.cluster_size()).clamp(1, 64) as usize;
@@ -62,7 +57,7 @@ impl<S: Storage> Generation<'_, S> {
         let words = words(&read_bytes(&self.image.storage, at, bytes as usize).await?);
         let (first, step) = (index as u64 * self.geo.l2_coverage(), self.geo.cluster_size());
         let guests = (0..).map(|n| GuestOffset::new(first.saturating_add(n * step)));
-        for (entry, guest) in words.chunks_exact(self.stride()).zip(guests) {
+        for (entry, guest) in words.chunks_exact(self.geo.entry_words()).zip(guests) {
             if let Some(fault) = self.image.entry_fault(guest, entry) {
                 return Err(self.corrupt(format!("the L2 entry {entry:#018x?} is wrong: {fault}")));
             }
@@ -99,7 +94,7 @@ impl<S: Storage> Generation<'_, S> {
         for group in self.groups(l1) {
             for table in self.read_tables(&group).await? {
                 self.change(self.geo.host_cluster(table.at), by).await?;
-                for entry in table.words.iter().step_by(self.stride()) {
+                for entry in table.words.iter().step_by(self.geo.entry_words()) {
                     self.change_entry(*entry, by).await?;
                 }
                 self.settle().await?;
@@ -152,7 +147,7 @@ impl<S: Storage> Generation<'_, S> {
     /// Sets the COPIED flags by the new counts; true when any has changed.
     async fn set_flags(&mut self, words: &mut [u64]) -> Result<bool> {
         let mut changed = false;
-        let stride = self.stride();
+        let stride = self.geo.entry_words();
         for word in words.iter_mut().step_by(stride) {
             let host = *word & OFFSET_MASK;
             let right = if *word & COMPRESSED != 0 || host == 0 {

@@ -158,7 +158,7 @@ async fn edit_table<S: Storage>(
     placed: &[Placed],
 ) -> Result<Option<(u64, (HostOffset, Vec<u8>))>> {
     let geo = generation.image().tables.geo;
-    let (stride, per_table) = (generation.stride(), geo.l2_entries() as u64);
+    let (stride, per_table) = (geo.entry_words(), geo.l2_entries() as u64);
     let base = index as u64 * per_table;
     let old = match word & OFFSET_MASK {
         0 => None,
