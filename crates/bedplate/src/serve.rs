@@ -114,8 +114,10 @@ Cache modes (--cache):
 State (--state-dir):
   A guest goes on when its server is killed and started again. What it wrote to a qcow2 disk is in the image's file by
   then, but perhaps not yet where: that is kept in a state file, in memory (16 MiB for each disk), and taken up by the
-  next server. Its folder must be on a memory file system; it is /run/bedplate for root, $XDG_RUNTIME_DIR/bedplate for
-  others. A clean stop removes the file. State that doesn't fit, because another program has changed the image or the
+  next server. Its folder must be on a memory file system, belong to this user, and be writable by nobody else. It is
+  /run/bedplate for root, $XDG_RUNTIME_DIR/bedplate for others, and one of its own in /dev/shm where that is not in
+  memory, as in most containers: give a container that is to be replaced a folder of the host's /run. A folder that is
+  named and can't be used is refused; without any the server warns. A clean stop removes the file. State that doesn't fit, because another program has changed the image or the
   host was restarted, is refused, and dropped with --discard-state. Images of version 2 (compat=0.10) have no state.
 
 Limits:

@@ -5,7 +5,7 @@
 
 use crate::chain::cannot_find;
 use bedplate_qcow2::{JOURNAL_WORDS, JournalOwner, JournalStart, holds_changes};
-use bedplate_storage::StateFile;
+use bedplate_storage::{SharedPlace, StateFile};
 use bedplate_types::{Error, ErrorKind, Result};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -17,6 +17,8 @@ const SYSTEM_FOLDER: &str = "/run/bedplate";
 /// The folder of others is in this variable's.
 const USER_VARIABLE: &str = "XDG_RUNTIME_DIR";
 const USER_FOLDER: &str = "bedplate";
+/// Where that is not in memory (`/run` of a container), or there is none: in a folder in here.
+const SHARED_PLACE: &str = "/dev/shm";
 
 /// Where a server's state is kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,24 +26,83 @@ pub enum StateDir {
     /// Nowhere: a killed server loses what was not flushed.
     #[default]
     None,
-    /// In `/run/bedplate` for root, in `$XDG_RUNTIME_DIR/bedplate` for others; nowhere, with a warning, where that can't be.
+    /// In `/run/bedplate` for root, in `$XDG_RUNTIME_DIR/bedplate` for others; in a folder of this user in `/dev/shm` where
+    /// that is not possible; nowhere, with a warning, where that is neither.
     Usual,
     /// In this folder, which must be on a memory file system.
     At(PathBuf),
 }
 
-impl StateDir {
-    fn path(&self) -> Option<PathBuf> {
-        match self {
-            Self::None => None,
-            Self::At(dir) => Some(dir.clone()),
-            Self::Usual if rustix::process::geteuid().is_root() => Some(SYSTEM_FOLDER.into()),
-            Self::Usual => {
-                let dir = std::env::var_os(USER_VARIABLE).filter(|dir| !dir.is_empty())?;
-                Some(Path::new(&dir).join(USER_FOLDER))
+/// Folders in which state may be, in the order in which they are tried.
+struct Places<'a> {
+    folders: Vec<PathBuf>,
+    /// Where another one may be made when none of them can be used.
+    shared: Option<SharedPlace<'a>>,
+}
+
+/// What became of opening a state file in one of the usual folders.
+enum Tried {
+    Open(StateFile),
+    /// None can be used, for these reasons.
+    Nowhere(String),
+}
+
+impl<'a> Places<'a> {
+    fn usual(first: Option<PathBuf>, shared: SharedPlace<'a>) -> Self {
+        let folders = first.into_iter().chain(shared.folders()).collect();
+        Self { folders, shared: Some(shared) }
+    }
+
+    /// The state file of this name, wherever it is.
+    ///
+    /// # Errors
+    /// When there is one that can't be used.
+    fn find(&self, name: &str) -> Result<Option<StateFile>> {
+        for folder in &self.folders {
+            match StateFile::open(folder, name, JOURNAL_WORDS, false) {
+                Ok(Some(state)) => return Ok(Some(state)),
+                // What lies there may be needed, so it is not passed over.
+                Err(e) if folder.join(name).exists() => return Err(e),
+                Ok(None) | Err(_) => {}
             }
         }
+        Ok(None)
     }
+
+    /// The state file of this name, made where it is missing.
+    ///
+    /// # Errors
+    /// When there is one that can't be used.
+    fn open(&self, name: &str, random: u64) -> Result<Tried> {
+        if let Some(state) = self.find(name)? {
+            return Ok(Tried::Open(state));
+        }
+        let another = self.shared.map(|shared| shared.new_folder(random));
+        let mut why = Vec::new();
+        for folder in self.folders.iter().cloned().map(Ok).chain(another) {
+            let opened =
+                folder.and_then(|folder| StateFile::open(&folder, name, JOURNAL_WORDS, true));
+            match opened {
+                Ok(Some(state)) => return Ok(Tried::Open(state)),
+                Ok(None) => {}
+                Err(e) => why.push(format!("{e:#}")),
+            }
+        }
+        Ok(Tried::Nowhere(why.join("; and ")))
+    }
+}
+
+/// Calls `f` with the usual folders of this user.
+fn with_usual<T>(f: impl FnOnce(Places<'_>) -> T) -> T {
+    let user = rustix::process::geteuid();
+    let first = if user.is_root() {
+        Some(PathBuf::from(SYSTEM_FOLDER))
+    } else {
+        let dir = std::env::var_os(USER_VARIABLE).filter(|dir| !dir.is_empty());
+        dir.map(|dir| Path::new(&dir).join(USER_FOLDER))
+    };
+    let prefix = format!("bedplate-{}-", user.as_raw());
+    f(Places::usual(first, SharedPlace { place: Path::new(SHARED_PLACE), prefix: &prefix }))
 }
 
 /// The name of an image's state file, and who it is for the journal.
@@ -76,46 +137,47 @@ pub(crate) fn open_state(
     dir: &StateDir,
     discard: bool,
 ) -> Result<Option<(Arc<StateFile>, JournalStart)>> {
-    let without = |why: &str| {
-        tracing::warn!(
-            "writes to '{}' that are completed and not flushed are lost when this server is killed: {why}",
-            image.display()
-        );
-        Ok(None)
-    };
-    let Some(folder) = dir.path() else {
-        if *dir == StateDir::None {
-            return Ok(None);
-        }
-        return without(
-            "$XDG_RUNTIME_DIR is not set; name a folder on a memory file system with --state-dir",
-        );
+    if *dir == StateDir::None {
+        return Ok(None);
+    }
+    let random = || {
+        getrandom::u64().map_err(|e| {
+            Error::new(ErrorKind::Io, format!("the system gives no random numbers: {e}"))
+        })
     };
     let (name, file) = identify(image)?;
     let owner = JournalOwner { boot: boot()?, file };
-    match StateFile::open(&folder, &name, JOURNAL_WORDS, true) {
-        Ok(Some(state)) => {
-            let nonce = getrandom::u64().map_err(|e| {
-                Error::new(ErrorKind::Io, format!("the system gives no random numbers: {e}"))
-            })?;
+    let tried = match dir {
+        StateDir::At(folder) => StateFile::open(folder, &name, JOURNAL_WORDS, true)?
+            .map_or_else(|| Tried::Nowhere("the state file has vanished".into()), Tried::Open),
+        _ => {
+            let random = random()?;
+            with_usual(|places| places.open(&name, random))?
+        }
+    };
+    match tried {
+        Tried::Open(state) => {
             let state = Arc::new(state);
-            let start = JournalStart { memory: state.clone(), owner, nonce, discard };
+            let start = JournalStart { memory: state.clone(), owner, nonce: random()?, discard };
             Ok(Some((state, start)))
         }
-        // What lies there may be needed, so it is not passed over.
-        Err(e) if *dir == StateDir::Usual && !folder.join(&name).exists() => {
-            without(&format!("{e:#}"))
+        Tried::Nowhere(why) => {
+            tracing::warn!(
+                "writes to '{}' that are completed and not flushed are lost when this server is killed: {why}",
+                image.display()
+            );
+            Ok(None)
         }
-        Err(e) => Err(e),
-        Ok(None) => without("the state file has vanished"),
     }
 }
 
-/// The state file of an image, if a killed server has left changes in the usual folder or in `dir`.
+/// The state file of an image, if a killed server has left changes in the usual folders or in `dir`.
 pub(crate) fn left_behind(image: &Path, dir: &StateDir) -> Option<PathBuf> {
-    let dir = if *dir == StateDir::None { &StateDir::Usual } else { dir };
     let (name, file) = identify(image).ok()?;
-    let state = StateFile::open(&dir.path()?, &name, JOURNAL_WORDS, false).ok()??;
+    let state = match dir {
+        StateDir::At(folder) => StateFile::open(folder, &name, JOURNAL_WORDS, false).ok()?,
+        _ => with_usual(|places| places.find(&name)).ok()?,
+    }?;
     let owner = JournalOwner { boot: boot().ok()?, file };
     holds_changes(&state, owner).then(|| state.path().to_owned())
 }
@@ -135,4 +197,41 @@ pub(crate) fn refuse_left_behind(image: &Path) -> Result<()> {
             state.display()
         ),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn state_is_kept_in_a_shared_place_where_the_usual_folder_is_on_a_disk_and_found_again_there() {
+        let shm = tempfile::tempdir_in(SHARED_PLACE).expect("a memory file system");
+        let disk = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder on a disk");
+        let shared = SharedPlace { place: shm.path(), prefix: "bedplate-" };
+        let usual = || Places::usual(Some(disk.path().join("bedplate")), shared);
+        let open = |random| match usual().open("a.state", random).expect("opened") {
+            Tried::Open(state) => state.path().to_owned(),
+            Tried::Nowhere(why) => panic!("{why}"),
+        };
+        assert!(usual().find("a.state").expect("looked").is_none());
+        let first = open(5);
+        assert!(first.starts_with(shm.path()), "{first:?}");
+        assert_eq!(std::fs::read_dir(disk.path()).expect("list").count(), 0);
+        assert_eq!(open(6), first, "found again");
+        assert!(usual().find("a.state").expect("looked").is_some());
+        // Also by a server that has a usual folder, which another one did not have.
+        let (a, b) = (shm.path().join("run"), shm.path().join("other"));
+        let both = Places::usual(Some(a.clone()), shared);
+        let Ok(Tried::Open(state)) = both.open("a.state", 7) else { panic!("not opened") };
+        assert_eq!(state.path(), first);
+        let Ok(Tried::Open(state)) = both.open("b.state", 7) else { panic!("not opened") };
+        assert_eq!(state.path(), a.join("b.state"));
+        let nowhere = SharedPlace { place: disk.path(), prefix: "bedplate-" };
+        let nowhere = Places::usual(Some(b.join("missing")), nowhere);
+        let Ok(Tried::Nowhere(why)) = nowhere.open("c.state", 7) else { panic!("opened") };
+        for word in ["other/missing", "; and ", "not on a memory file system"] {
+            assert!(why.contains(word), "{why}");
+        }
+        assert_eq!(std::fs::read_dir(disk.path()).expect("list").count(), 0);
+    }
 }

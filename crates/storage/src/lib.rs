@@ -10,6 +10,7 @@ mod open;
 mod prepare;
 mod probe;
 mod state;
+mod state_folder;
 mod sys;
 mod traits;
 
@@ -18,4 +19,5 @@ pub use lock::LockMode;
 pub use open::OpenOptions;
 pub use prepare::take_space;
 pub use state::{SharedWords, StateFile};
+pub use state_folder::SharedPlace;
 pub use traits::{DirectPin, Extent, IoLimits, SegmentBits, Storage, ZeroMode};

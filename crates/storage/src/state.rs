@@ -4,6 +4,7 @@
 //! thing is [`StateFile`], a file on a memory file system, mapped: a store into it is a store into memory, and is there
 //! for whoever maps the file next, however this process ends. It is gone when the host goes down.
 
+use crate::state_folder::{Made, check_owner, failed, open_folder};
 use bedplate_types::{Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, FallocateFlags, Mode, OFlags};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -11,9 +12,6 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
-
-const TMPFS_MAGIC: i64 = 0x0102_1994;
-const RAMFS_MAGIC: i64 = 0x8584_58f6;
 
 /// Words that another process may find after the end of this one.
 pub trait SharedWords: Send + Sync {
@@ -34,6 +32,8 @@ pub struct StateFile {
     words: usize,
     /// Keeps the file in being for [`Self::remove`], which must not remove another one.
     fd: OwnedFd,
+    name: String,
+    folder: OwnedFd,
 }
 
 // SAFETY: the mapping is only accessed as atomics, and lives as long as this value.
@@ -47,76 +47,48 @@ impl fmt::Debug for StateFile {
     }
 }
 
-fn failed(doing: &str, path: &Path) -> impl Fn(rustix::io::Errno) -> Error {
-    move |e| Error::io(format!("cannot {doing} '{}'", path.display()), e.into())
-}
-
-/// Refuses folders and files that others could have written: what is found there is believed.
-fn check_owner(fd: &OwnedFd, path: &Path) -> Result<rustix::fs::Stat> {
-    let st = rustix::fs::fstat(fd).map_err(failed("look at", path))?;
-    if st.st_uid != rustix::process::geteuid().as_raw() || st.st_mode & 0o022 != 0 {
-        return Err(Error::new(
-            ErrorKind::Denied,
-            format!(
-                "'{}' can't keep a server's state, since other users could change it; it must belong to this user and \
-                 be writable by nobody else",
-                path.display()
-            ),
-        ));
+/// Opens a file in a folder, and tells whether it was made for that. None when it is missing and `create` is false.
+fn open_file(
+    folder: &OwnedFd,
+    name: &str,
+    create: bool,
+) -> rustix::io::Result<Option<(OwnedFd, Option<Made>)>> {
+    use rustix::io::Errno;
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mode = Mode::from_raw_mode(0o600);
+    match rustix::fs::openat(folder, name, flags, mode) {
+        Err(Errno::NOENT) if create => {
+            // The image's lock is held, so nobody else makes this very file.
+            let flags = flags | OFlags::CREATE | OFlags::EXCL;
+            let fd = rustix::fs::openat(folder, name, flags, mode)?;
+            Ok(Some((fd, Made::file(folder, name))))
+        }
+        Err(Errno::NOENT) => Ok(None),
+        other => Ok(Some((other?, None))),
     }
-    Ok(st)
-}
-
-/// Opens the folder for state files, made when it is missing.
-fn open_folder(dir: &Path) -> Result<OwnedFd> {
-    match rustix::fs::mkdir(dir, Mode::from_raw_mode(0o700)) {
-        Ok(()) | Err(rustix::io::Errno::EXIST) => {}
-        Err(e) => return Err(failed("make the folder", dir)(e)),
-    }
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let fd = rustix::fs::open(dir, flags, Mode::empty()).map_err(failed("open the folder", dir))?;
-    let kind = rustix::fs::fstatfs(&fd).map_err(failed("look at", dir))?.f_type as i64;
-    if !matches!(kind, TMPFS_MAGIC | RAMFS_MAGIC) {
-        return Err(Error::new(
-            ErrorKind::InvalidInput,
-            format!(
-                "'{}' is not on a memory file system (tmpfs), where a server's state must lie to cost no I/O; choose \
-                 another folder with --state-dir, such as one in /run, or do without with --state-dir none",
-                dir.display()
-            ),
-        ));
-    }
-    check_owner(&fd, dir)?;
-    Ok(fd)
 }
 
 impl StateFile {
-    /// Opens the file `name` in the folder `dir`, which is made when missing, with room for `words` words; what it
-    /// holds stays. None when there is no such file and `create` is false. Blocks.
+    /// Opens the file `name` in the folder `dir`, with room for `words` words; what it holds stays. Folder and file are made
+    /// when they are missing and `create` is set; otherwise there is None then. Blocks.
     ///
     /// # Errors
     /// `InvalidInput` when the folder is not on a memory file system, `Denied` when others could write there, `NoSpace`
-    /// when there is no memory for it, or what the system reports.
+    /// when there is no memory for it, or what the system reports. Nothing that was not there before is left then.
     pub fn open(dir: &Path, name: &str, words: usize, create: bool) -> Result<Option<Self>> {
-        if !create && !dir.exists() {
-            return Ok(None);
-        }
-        let folder = open_folder(dir)?;
         let path = dir.join(name);
-        let mut flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        if create {
-            flags |= OFlags::CREATE;
-        }
-        let fd = match rustix::fs::openat(&folder, name, flags, Mode::from_raw_mode(0o600)) {
-            Err(rustix::io::Errno::NOENT) if !create => return Ok(None),
-            other => other.map_err(failed("open", &path))?,
-        };
-        let st = check_owner(&fd, &path)?;
         let bytes = words.saturating_mul(size_of::<AtomicU64>());
         let wrong = || {
             let text = format!("'{}' is no state file of this version", path.display());
             Error::new(ErrorKind::InvalidInput, text)
         };
+        let Some(folder) = open_folder(dir, create)? else { return Ok(None) };
+        let Some((fd, made)) =
+            open_file(&folder.fd, name, create).map_err(failed("open", &path))?
+        else {
+            return Ok(None);
+        };
+        let st = check_owner(&fd, &path)?;
         let len = u64::try_from(st.st_size).map_err(|_| wrong())?;
         if bytes == 0 || (len != 0 && len != bytes as u64) {
             return Err(wrong());
@@ -130,7 +102,9 @@ impl StateFile {
             rustix::mm::mmap(std::ptr::null_mut(), bytes, prot, MapFlags::SHARED, &fd, 0)
         };
         let base = base.map_err(failed("map", &path))?.cast_const().cast::<AtomicU64>();
-        Ok(Some(Self { path, base, words, fd }))
+        [made, folder.made].into_iter().flatten().for_each(Made::keep);
+        let (name, folder) = (name.to_owned(), folder.fd);
+        Ok(Some(Self { path, base, words, fd, name, folder }))
     }
 
     /// Where it lies.
@@ -144,9 +118,10 @@ impl StateFile {
     /// What the system reports.
     pub fn remove(&self) -> Result<()> {
         let mine = rustix::fs::fstat(&self.fd).map_err(failed("look at", &self.path))?;
-        match rustix::fs::statat(rustix::fs::CWD, &self.path, AtFlags::SYMLINK_NOFOLLOW) {
+        match rustix::fs::statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(st) if (st.st_dev, st.st_ino) == (mine.st_dev, mine.st_ino) => {
-                rustix::fs::unlink(&self.path).map_err(failed("remove", &self.path))
+                rustix::fs::unlinkat(&self.folder, &self.name, AtFlags::empty())
+                    .map_err(failed("remove", &self.path))
             }
             _ => Ok(()),
         }
@@ -174,6 +149,7 @@ impl Drop for StateFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::SharedPlace;
     use std::sync::atomic::Ordering;
 
     fn folder() -> tempfile::TempDir {
@@ -202,13 +178,48 @@ mod tests {
     }
 
     #[test]
-    fn folders_on_disks_and_those_of_others_are_refused() {
+    fn folders_on_disks_and_those_of_others_are_refused_and_nothing_is_left_in_them() {
         use std::os::unix::fs::PermissionsExt;
         let dir = folder();
+        let refused = |dir: &Path, words| {
+            StateFile::open(dir, "a", words, true).map(drop).expect_err("refused").kind()
+        };
         std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).expect("chmod");
-        let e = StateFile::open(dir.path(), "a", 8, true).expect_err("anybody could write there");
-        assert_eq!(e.kind(), ErrorKind::Denied);
-        let e = StateFile::open(Path::new("/proc/self"), "a", 8, true).expect_err("no tmpfs");
-        assert_eq!(e.kind(), ErrorKind::InvalidInput);
+        assert_eq!(refused(dir.path(), 8), ErrorKind::Denied, "anybody could write there");
+        std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o700)).expect("chmod");
+        std::os::unix::fs::symlink(dir.path(), dir.path().join("link")).expect("link");
+        assert_eq!(refused(&dir.path().join("link"), 8), ErrorKind::InvalidInput, "a link");
+        std::fs::remove_file(dir.path().join("link")).expect("remove");
+        // More than there can be: the file is there already when that shows.
+        for dir in [dir.path(), &dir.path().join("new")] {
+            assert!(StateFile::open(dir, "a", usize::MAX / 16, true).is_err());
+        }
+        assert_eq!(refused(Path::new("/proc/self"), 8), ErrorKind::InvalidInput, "no tmpfs");
+        assert_eq!(std::fs::read_dir(dir.path()).expect("list").count(), 0);
+        let disk = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder on a disk");
+        assert_eq!(refused(&disk.path().join("new"), 8), ErrorKind::InvalidInput, "on a disk");
+        assert_eq!(std::fs::read_dir(disk.path()).expect("list").count(), 0);
+    }
+
+    #[test]
+    fn folders_in_a_shared_place_are_found_by_their_owner_whoever_else_is_there() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = folder();
+        let open_to_all = |path: &Path, mode| {
+            std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).expect("chmod");
+        };
+        let place = SharedPlace { place: dir.path(), prefix: "bedplate-7-" };
+        open_to_all(dir.path(), 0o777);
+        assert!(place.new_folder(1).is_err(), "others could exchange it");
+        open_to_all(dir.path(), 0o1777);
+        let mine = place.new_folder(0xb).expect("path");
+        assert!(!mine.exists() && place.folders().is_empty());
+        StateFile::open(&mine, "a", 8, true).expect("open").expect("made");
+        let squatted = [place.new_folder(0xa).expect("path"), place.new_folder(0xc).expect("path")];
+        std::fs::create_dir(&squatted[0]).expect("folder");
+        open_to_all(&squatted[0], 0o777);
+        std::os::unix::fs::symlink(&mine, &squatted[1]).expect("link");
+        std::fs::create_dir(dir.path().join("bedplate-8-a")).expect("folder");
+        assert_eq!(place.folders(), [mine]);
     }
 }

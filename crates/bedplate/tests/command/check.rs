@@ -94,7 +94,7 @@ fn an_image_that_others_use_is_not_repaired() -> Result<()> {
     assert_eq!(together.code, 1);
     let open = bedplate_tests::host::start(
         bedplate_tests::host::program(&bedplate_tests::paths::bedplate()?)
-            .args(["serve", "--nbd"])
+            .args(["serve", "--state-dir", "none", "--nbd"])
             .arg(format!("unix:{}", bench.path("s").display()))
             .arg(bench.path("a.qcow2"))
             .stdout(std::process::Stdio::null())

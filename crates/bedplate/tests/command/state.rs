@@ -125,7 +125,10 @@ fn state_is_kept_in_memory_only_and_not_for_every_image() -> Result<()> {
     bench.run(&["create", "a.qcow2", "8M"])?.ok()?;
     std::fs::create_dir(bench.path("disk"))?;
     let words = ["disk", "memory file system", "--state-dir none"];
-    bench.refuses(&["serve", "--nbd", "./s", "a.qcow2", "--state-dir", "disk"], 1, &words)?;
+    for dir in ["disk", "disk/new"] {
+        bench.refuses(&["serve", "--nbd", "./s", "a.qcow2", "--state-dir", dir], 1, &words)?;
+        ensure!(std::fs::read_dir(bench.path("disk"))?.next().is_none(), "nothing stays in {dir}");
+    }
     let serving =
         Serving::start(&bench, &["--nbd", "./s", "a.qcow2", "--state-dir", "none", "--json"])?;
     ensure!(serving.hello.contains("\"state-file\":null"), "{}", serving.hello);
