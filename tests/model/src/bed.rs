@@ -28,6 +28,8 @@ pub struct Bed {
     pub below: Option<Image>,
     /// What the guest sees.
     pub content: Vec<u8>,
+    /// Snapshots made since, by name, and what they hold; those that were there at first hold the first content.
+    pub kept: Vec<(String, Vec<u8>)>,
 }
 
 /// An open disk, with handles on what it is made of.
@@ -126,6 +128,7 @@ fn below_layer(below: BelowSpec, rng: &mut Rng) -> (Image, Vec<u8>) {
                 extended: false,
                 lazy: false,
                 zstd: false,
+                unpacked: false,
                 luks: false,
                 size: below.size,
                 seeds: Seeds { filled: 60, compressed: 20, zero: 20, snapshots: 0 },
@@ -150,12 +153,12 @@ impl Bed {
         let mut shows = seen;
         shows.truncate(spec.size as usize);
         let (image, content) = layer(&spec, rng, 1, &shows);
-        Self { spec, image, below, content }
+        Self { spec, image, below, content, kept: Vec::new() }
     }
 
     /// A bed around an image that something else has made.
     pub fn around(spec: Spec, image: Image, content: Vec<u8>) -> Self {
-        Self { spec, image, below: None, content }
+        Self { spec, image, below: None, content, kept: Vec::new() }
     }
 
     /// The image's own part of `storage`, and its data file.
@@ -180,6 +183,20 @@ impl Bed {
         }
         image.set_len(medium.len().saturating_sub(start));
         image
+    }
+
+    /// The data file in what a medium holds, if the image has one.
+    pub fn data(&self, medium: &Image) -> Option<Vec<u8>> {
+        self.spec.data_file?;
+        let mut bytes = vec![0; self.spec.size as usize];
+        medium.read(0, &mut bytes);
+        Some(bytes)
+    }
+
+    /// What a snapshot of this name holds.
+    pub fn snapshot(&self, name: &[u8]) -> &[u8] {
+        let made = self.kept.iter().find(|kept| kept.0.as_bytes() == name);
+        made.map_or(&self.content, |kept| &kept.1)
     }
 
     /// Opens a disk over `storage`, which holds this image or what became of it.
@@ -227,12 +244,12 @@ impl Bed {
         Ok(Open { disk, qcow2, storage })
     }
 
-    /// Says how each snapshot of `image` differs from what it was when the image was made, if it does.
+    /// Says how each snapshot of `image` differs from what it was when it was made, if it does.
     ///
     /// # Errors
     /// The difference, or why a snapshot can't be read.
     pub fn check_snapshots(&self, image: &Image) -> Result<(), String> {
-        if self.spec.seeds.snapshots == 0 {
+        if self.spec.seeds.snapshots == 0 && self.kept.is_empty() {
             return Ok(());
         }
         let storage = SimStorage::from_image(image.clone(), SimOptions::default());
@@ -250,7 +267,8 @@ impl Bed {
                 .map_err(|e| format!("a snapshot can't be opened: {e:#}"))?;
             let seen =
                 read_all(&open.disk).map_err(|e| format!("a snapshot can't be read: {e:#}"))?;
-            if let Some(at) = seen.iter().zip(&self.content).position(|(a, b)| a != b) {
+            let right = self.snapshot(&snapshot.name);
+            if let Some(at) = seen.iter().zip(right).position(|(a, b)| a != b) {
                 return Err(format!(
                     "snapshot '{}' has changed at {at:#x}",
                     printable(&snapshot.name)

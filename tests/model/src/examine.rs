@@ -131,9 +131,8 @@ fn verify(
     let dirty = is_dirty(&metadata);
     if !dirty {
         check_image(&metadata, true)?;
-        // QEMU's tools would look for a data file too.
-        if depth.qemu && qemu::installed() && run.bed.spec.data_file.is_none() {
-            qemu::check(image, true)?;
+        if depth.qemu && qemu::installed() {
+            qemu::check(&run.bed, image, true)?;
         }
     }
     let keep_history = dirty && depth.further;

@@ -5,7 +5,7 @@
 //! is repeated by its seed.
 //!
 //! - [`Spec`] says what an image is like; [`Bed`] is the image made by it, with what lies below and what the guest sees.
-//! - [`plain`] runs operations against a byte array.
+//! - [`plain`] runs operations against a byte array; [`matrix`] has the kinds of images for it, all that there can be.
 //! - [`record`] runs operations and keeps what each sector may hold at each moment ([`Oracle`]); [`examine()`] goes
 //!   through the crash states of the run.
 //! - [`upkeep()`] does work on whole images (snapshots) between writes, and goes through the crash states of that.
@@ -17,6 +17,7 @@ mod examine;
 pub mod fuzz;
 mod kill;
 mod maker;
+pub mod matrix;
 mod oracle;
 mod pattern;
 pub mod plain;

@@ -1,7 +1,7 @@
 //! Makes qcow2 images that hold things the engine itself does not write: snapshots, compressed clusters, and
 //! refcount structures that are as small as can be, so that they must grow.
 
-use crate::spec::{DataFile, Spec};
+use crate::spec::{BelowKind, DataFile, Spec};
 use bedplate_qcow2::format::{
     CompressionType, Compressor, EXT_ENCRYPTION, EXT_FEATURE_NAMES, EntryCodec, Extension,
     Geometry, Header, L1Entry, L2Entry, LuksArea, LuksCipher, LuksHash, LuksSuite, NewImage,
@@ -212,9 +212,14 @@ static LUKS: LazyLock<LuksArea> = LazyLock::new(|| {
     new_luks_area(suite, Duration::from_millis(1), &passphrase()).expect("random numbers")
 });
 
+/// The encryption of encrypted images.
+pub(crate) fn luks_area() -> &'static LuksArea {
+    &LUKS
+}
+
 /// Adds an encryption that no data is under yet.
 fn encrypt(b: &mut Builder, header: &mut Header) {
-    let len = LUKS.bytes.len() as u64;
+    let len = LUKS.len.get();
     let at = b.take(len.div_ceil(b.cluster), 1);
     b.image.write(at, &LUKS.bytes);
     header.crypt_method = 2;
@@ -226,7 +231,10 @@ fn encrypt(b: &mut Builder, header: &mut Header) {
 
 /// Header fields that the options decide.
 fn first_header(spec: &Spec) -> Header {
-    let backing = spec.below.map(|_| (b"base".to_vec(), Some("raw".to_owned())));
+    let backing = spec.below.map(|below| {
+        let format = if below.kind == BelowKind::Raw { "raw" } else { "qcow2" };
+        (b"base".to_vec(), Some(format.to_owned()))
+    });
     let new = NewImage {
         size: ByteLen::new(spec.size),
         version: spec.version,

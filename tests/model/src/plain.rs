@@ -9,11 +9,13 @@ use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
 use crate::pattern::{random, squeezable};
 use crate::workload::{on_device, random_limits};
 use crate::{DataFile, Spec, qemu};
+use bedplate_qcow2::NewSnapshot;
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
 use bedplate_sim::exec::join_all;
 use bedplate_sim::{DiscardMode, Fault, OpKind, Rng, SimOptions, SimStorage};
 use bedplate_storage::ZeroMode;
 use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, GuestOffset};
+use std::time::Duration;
 
 /// What a request does to the bytes.
 struct Effect {
@@ -65,6 +67,12 @@ pub struct Options {
     pub device: bool,
     /// `qemu-img check` looks at the image at the end.
     pub qemu: bool,
+    /// QEMU also reads the disk and the snapshots at the end.
+    pub compare: bool,
+    /// In the middle the image is opened again, after a snapshot where `snapshot` says so.
+    pub halfway: bool,
+    /// A snapshot is made in the middle.
+    pub snapshot: bool,
 }
 
 /// What a run did.
@@ -141,9 +149,11 @@ pub fn run_on(bed: Bed, mut rng: Rng, options: Options) -> Result<Stats, String>
         stats: Stats::default(),
     };
     let rounds = 3 + run.rng.below(8);
-    for _ in 0..rounds {
+    for round in 0..rounds {
         run.round()?;
-        if run.rng.chance(15) || run.open.qcow2.is_poisoned() {
+        if options.halfway && round == rounds / 2 {
+            run.halfway(options.snapshot)?;
+        } else if run.rng.chance(15) || run.open.qcow2.is_poisoned() {
             run.reopen()?;
         }
     }
@@ -296,6 +306,28 @@ impl Run {
         Ok(())
     }
 
+    /// Opens the image again, and makes a snapshot of it before if that is asked for.
+    fn halfway(&mut self, snapshot: bool) -> Result<(), String> {
+        if snapshot {
+            let name = "halfway".to_owned();
+            let new = NewSnapshot { name: name.as_bytes(), date: Duration::from_secs(1) };
+            let making = self.open.qcow2.create_snapshot(&new);
+            let made = join_all(self.rng.next_u64(), [making]).map_err(|e| e.to_string())?.pop();
+            match made.ok_or("no result")? {
+                Ok(_) => {
+                    // All of it is durable now.
+                    self.base.clone_from(&self.model);
+                    self.journal.clear();
+                    self.bed.kept.push((name, self.model.clone()));
+                }
+                // A few bits can't count twice what many compressed clusters share.
+                Err(e) if e.kind() == ErrorKind::Limit && self.bed.spec.refcount_bits < 8 => {}
+                Err(e) => return Err(format!("a snapshot can't be made: {e:#}")),
+            }
+        }
+        self.reopen()
+    }
+
     /// Closes the disk or just drops it, and opens it again.
     fn reopen(&mut self) -> Result<(), String> {
         let poisoned = self.open.qcow2.is_poisoned();
@@ -380,9 +412,10 @@ impl Run {
         let image = self.storage.image();
         check_image(&self.bed.metadata(&image), self.leaky).map_err(all)?;
         self.raw_data().map_err(all)?;
-        // QEMU's tools would look for a data file too.
-        if options.qemu && self.bed.spec.data_file.is_none() {
-            qemu::check(&image, self.leaky).map_err(all)?;
+        if options.compare {
+            qemu::read(&self.bed, &image, self.leaky, &self.model).map_err(all)?;
+        } else if options.qemu {
+            qemu::check(&self.bed, &image, self.leaky).map_err(all)?;
         }
         self.bed.check_snapshots(&image).map_err(all)?;
         let storage = SimStorage::from_image(image, SimOptions::default());
@@ -450,7 +483,7 @@ fn random_op(spec: &Spec, rng: &mut Rng) -> Op {
             }
             Op::Batch(writes)
         }
-        53..=57 if !spec.luks => {
+        53..=57 if !spec.luks && !spec.unpacked => {
             let cluster = spec.cluster();
             let at = at - at % cluster;
             let len = len.next_multiple_of(cluster).min(spec.size - at);
@@ -594,10 +627,11 @@ pub(crate) fn discarded(spec: &Spec, at: u64, len: u64) -> (u64, u64) {
     }
 }
 
-/// True when a discard surely changes it. Where something lies below, clusters of no layer of ours may stay as they are, and
-/// not every storage can empty a raw data file.
+/// True when a discard surely changes it. Where something lies below, clusters of no layer of ours may stay as they are, so do
+/// parts of a compressed cluster, and not every storage can empty a raw data file.
 pub(crate) fn empties(spec: &Spec) -> bool {
-    spec.below.is_none() && spec.data_file != Some(DataFile::Raw)
+    let parts = spec.extended && !spec.unpacked;
+    spec.below.is_none() && spec.data_file != Some(DataFile::Raw) && !parts
 }
 
 /// The clusters, or subclusters, that a discard empties: those that lie wholly in it, as far as the disk goes.

@@ -6,6 +6,7 @@ use bedplate_sim::Image;
 use std::path::Path;
 use std::process::{Command, Output};
 use std::sync::OnceLock;
+use tempfile::TempDir;
 
 /// True when `qemu-img` and `qemu-io` are installed.
 pub fn installed() -> bool {
@@ -29,25 +30,99 @@ fn must(tool: &str, args: &[&str]) -> Result<(), String> {
     Err(format!("{tool} {args:?}: {}", String::from_utf8_lossy(&out.stderr)))
 }
 
-/// Runs `qemu-img check` over an image; with `leaks` they are allowed.
+/// An image with all that belongs to it, in files of a folder of its own.
+struct Files {
+    dir: TempDir,
+    luks: bool,
+}
+
+impl Files {
+    /// What became of `bed` on this medium.
+    fn new(bed: &Bed, medium: &Image) -> Result<Self, String> {
+        let dir = tempfile::tempdir().map_err(|e| e.to_string())?;
+        let path = |name: &str| dir.path().join(name);
+        bed.metadata(medium).save(&path("image.qcow2")).map_err(|e| e.to_string())?;
+        if let Some(below) = &bed.below {
+            below.save(&path("base")).map_err(|e| e.to_string())?;
+        }
+        if let Some(data) = bed.data(medium) {
+            std::fs::write(path("data"), data).map_err(|e| e.to_string())?;
+        }
+        Ok(Self { luks: bed.spec.luks, dir })
+    }
+
+    /// Runs a command of `qemu-img` on the image.
+    fn run(&self, words: &[&str], target: Option<&str>) -> Result<Output, String> {
+        let mut options = "driver=qcow2,file.driver=file,file.filename=image.qcow2".to_owned();
+        let (command, rest) = words.split_first().ok_or("no command")?;
+        let mut args = vec![*command];
+        if self.luks {
+            args.extend(["--object", "secret,id=s,data=passphrase"]);
+            options += ",encrypt.key-secret=s";
+        }
+        args.extend(rest);
+        args.extend(["--image-opts", &options]);
+        args.extend(target);
+        // Names of data files are those in the folder where it runs.
+        let tool = Command::new("qemu-img").args(args).current_dir(self.dir.path()).output();
+        tool.map_err(|e| format!("qemu-img can't be run: {e}"))
+    }
+
+    fn check(&self, leaks: bool) -> Result<(), String> {
+        let out = self.run(&["check"], None)?;
+        match out.status.code() {
+            Some(0) => Ok(()),
+            Some(3) if leaks => Ok(()),
+            code => Err(format!("qemu-img check ends with {code:?}: {}", told(&out))),
+        }
+    }
+
+    /// What QEMU reads from the image, or from a snapshot in it.
+    fn content(&self, snapshot: Option<&str>) -> Result<Vec<u8>, String> {
+        let mut words = vec!["convert", "-O", "raw"];
+        words.extend(snapshot.iter().flat_map(|name| ["-l", *name]));
+        let out = self.run(&words, Some("out"))?;
+        if !out.status.success() {
+            return Err(format!("qemu-img {words:?} ends with {:?}: {}", out.status, told(&out)));
+        }
+        std::fs::read(self.dir.path().join("out")).map_err(|e| e.to_string())
+    }
+}
+
+fn told(out: &Output) -> String {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    text(&out.stdout) + &text(&out.stderr)
+}
+
+/// Runs `qemu-img check` over what became of a bed on this medium; with `leaks` they are allowed.
 ///
 /// # Errors
 /// What it finds.
-pub fn check(image: &Image, leaks: bool) -> Result<(), String> {
-    let dir = tempfile::tempdir().map_err(|e| e.to_string())?;
-    let path = dir.path().join("image.qcow2");
-    image.save(&path).map_err(|e| e.to_string())?;
-    // A backing file must be there, whatever it holds.
-    std::fs::write(dir.path().join("base"), [0; 512]).map_err(|e| e.to_string())?;
-    let out = run("qemu-img", &["check", "-f", "qcow2", text(&path)?])?;
-    match out.status.code() {
-        Some(0) => Ok(()),
-        Some(3) if leaks => Ok(()),
-        code => Err(format!(
-            "qemu-img check ends with {code:?}: {}{}",
-            String::from_utf8_lossy(&out.stdout),
-            String::from_utf8_lossy(&out.stderr)
-        )),
+pub fn check(bed: &Bed, medium: &Image, leaks: bool) -> Result<(), String> {
+    Files::new(bed, medium)?.check(leaks)
+}
+
+/// Checks as [`check`] does, and lets QEMU read the disk, which must hold `content`, and all snapshots.
+///
+/// # Errors
+/// What differs.
+pub fn read(bed: &Bed, medium: &Image, leaks: bool, content: &[u8]) -> Result<(), String> {
+    let files = Files::new(bed, medium)?;
+    files.check(leaks)?;
+    same(content, &files.content(None)?).map_err(|e| format!("the disk, read by QEMU: {e}"))?;
+    let first = (0..bed.spec.seeds.snapshots).map(|n| format!("s{n}"));
+    for name in first.chain(bed.kept.iter().map(|kept| kept.0.clone())) {
+        same(bed.snapshot(name.as_bytes()), &files.content(Some(&name))?)
+            .map_err(|e| format!("snapshot '{name}', read by QEMU: {e}"))?;
+    }
+    Ok(())
+}
+
+fn same(right: &[u8], seen: &[u8]) -> Result<(), String> {
+    match right.iter().zip(seen).position(|(a, b)| a != b) {
+        Some(at) => Err(format!("byte {at:#x} is {:#04x}, not {:#04x}", seen[at], right[at])),
+        None if right.len() != seen.len() => Err(format!("{} bytes", seen.len())),
+        None => Ok(()),
     }
 }
 
@@ -95,6 +170,7 @@ fn bed(cluster_bits: u32, refcount_bits: u32, lazy: bool, kib: u64) -> Result<Be
         extended: false,
         lazy,
         zstd: false,
+        unpacked: false,
         luks: false,
         size,
         seeds: Seeds::default(),

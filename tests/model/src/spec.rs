@@ -58,6 +58,8 @@ pub struct Spec {
     pub lazy: bool,
     /// Compressed clusters are packed by zstd, not by deflate.
     pub zstd: bool,
+    /// No cluster is ever written compressed.
+    pub unpacked: bool,
     /// The data is encrypted; no cluster holds uncompressed data at first.
     pub luks: bool,
     /// The disk's size in bytes.
@@ -93,7 +95,7 @@ impl Spec {
             return Self::wide(rng);
         }
         if rng.chance(15) {
-            return Self::subclusters(rng);
+            return Self { unpacked: rng.chance(60), ..Self::subclusters(rng) };
         }
         if rng.chance(12) {
             return Self::external(rng);
@@ -116,9 +118,10 @@ impl Spec {
         let size = size - if rng.chance(30) { rng.below(1 << (bits - 9)) * 512 } else { 0 };
         let refcount_bits = if spec.version == 2 { 16 } else { spec.refcount_bits };
         let below = spec.below.map(|_| BelowSpec::random(rng, size));
-        // A discard leaves parts of compressed clusters as they are, which the byte array can't know.
+        // A discard leaves parts of compressed clusters as they are, so less would be known of it.
         let seeds = Seeds { compressed: 0, ..spec.seeds };
-        Self { extended: true, version: 3, refcount_bits, size, seeds, below, ..spec }
+        let unpacked = true;
+        Self { extended: true, version: 3, refcount_bits, size, seeds, below, unpacked, ..spec }
     }
 
     /// A small image whose data is encrypted. Opening one takes long, since its key must be found.
@@ -148,12 +151,13 @@ impl Spec {
         Self { size, seeds, below: None, l2_cache: 0, ..spec }
     }
 
-    fn with_cluster(rng: &mut Rng, cluster_bits: u32, scale: u64) -> Self {
+    /// A small image with clusters of this size.
+    pub(crate) fn with_cluster(rng: &mut Rng, cluster_bits: u32, scale: u64) -> Self {
         // Large clusters get few of them, small ones enough for several L2 tables.
         let clusters = match cluster_bits {
-            9 | 10 => 40 + rng.below(100),
+            9..=11 => 40 + rng.below(100),
             12..=14 => 20 + rng.below(40),
-            16 => 4 + rng.below(20),
+            15 | 16 => 4 + rng.below(20),
             _ => 2 + rng.below(2),
         };
         let size = (clusters * scale) << cluster_bits;
@@ -177,6 +181,7 @@ impl Spec {
             extended: false,
             lazy: version == 3 && rng.chance(20),
             zstd: version == 3 && rng.chance(25),
+            unpacked: false,
             luks: false,
             size,
             seeds,

@@ -191,7 +191,7 @@ impl Run {
         self.reopen()?;
         self.verify("at the end")?;
         if self.chores.qemu && qemu::installed() {
-            qemu::check(&self.storage.image(), self.leaky)?;
+            qemu::check(&self.bed, &self.storage.image(), self.leaky)?;
         }
         Ok(())
     }

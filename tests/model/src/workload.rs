@@ -323,6 +323,9 @@ async fn write(shared: &Shared<'_>, rng: &mut Rng, fua: bool) {
 }
 
 async fn compressed(shared: &Shared<'_>, rng: &mut Rng) {
+    if shared.spec.unpacked {
+        return;
+    }
     let (at, len) = range(shared, rng, 16384);
     let cluster = shared.spec.cluster();
     let at = at - at % cluster;

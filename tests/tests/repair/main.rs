@@ -141,7 +141,7 @@ fn survive(name: &str, what: Repair, runs: u64, least: u64) {
         if expected.clean && seed % 20 == 0 && qemu::installed() {
             let storage = SimStorage::from_image(damaged.image.clone(), SimOptions::default());
             run(&storage, what).map_err(|e| e.to_string())?;
-            qemu::check(&storage.image(), false).map_err(told)?;
+            qemu::check(&bed, &storage.image(), false).map_err(told)?;
         }
         Ok(())
     });
