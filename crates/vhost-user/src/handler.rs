@@ -177,10 +177,8 @@ impl<S: Storage> VhostUserBackendReqHandlerMut for Handler<S> {
 
     fn set_inflight_fd(&mut self, m: &VhostUserInflight, file: File) -> Result<()> {
         let m = *m;
-        self.run("SET_INFLIGHT_FD", |s| {
-            let (offset, len) = (m.mmap_offset, m.mmap_size);
-            s.set_inflight(InflightArea::map(&file, offset, len, m.num_queues, m.queue_size)?)
-        })
+        let place = (m.mmap_offset, m.mmap_size);
+        self.run("SET_INFLIGHT_FD", |s| s.set_inflight(&file, place, m.num_queues, m.queue_size))
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {

@@ -190,12 +190,13 @@ impl Ring {
             return false;
         }
         let mut taken = 0;
-        while taken < BATCH {
+        while taken < BATCH && !self.broken {
             let Some(&i) = self.free.last() else { break };
             let segs = &mut self.slots[i as usize].segs;
             match self.queue.pop(&self.memory, segs) {
                 Ok(Pop::Empty) => break,
                 Ok(Pop::Chain(head, readable)) => self.begin(cx, i, head, readable),
+                Ok(Pop::Malformed(head, _)) if self.memory.is_gone() => self.give_up(head),
                 Ok(Pop::Malformed(head, why)) => self.malformed(head, why),
                 Err(Broken(why)) => {
                     self.break_down(why);
@@ -223,6 +224,12 @@ impl Ring {
         self.unsignalled += 1;
     }
 
+    /// What stands in for memory that is gone holds no requests. Nobody waits for this one: the session ends.
+    fn give_up(&mut self, head: Head) {
+        self.broken = true;
+        head.abandon();
+    }
+
     fn break_down(&mut self, why: &str) {
         tracing::error!("{} is not served any more, until it is reset: {why}", self.name);
         self.broken = true;
@@ -239,6 +246,9 @@ impl Ring {
         let Some(request) = blk::parse(&mut slot.segs, readable, &cx.shared.limits) else {
             return self.malformed(head, "it has no room for a status");
         };
+        if self.memory.is_gone() {
+            return self.give_up(head);
+        }
         let Request { what, status, written } = request;
         self.free.pop();
         slot.head = Some(head);

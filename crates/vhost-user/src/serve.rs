@@ -9,6 +9,8 @@ use crate::handler::Handler;
 use crate::listener::Listener;
 use crate::session::Session;
 use bedplate_storage::Storage;
+use bedplate_virtio::vanish::Alarm;
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{RecvFlags, SendFlags};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -120,15 +122,45 @@ fn refused(p: &Peeked, called: bool, acks: bool, stream: &UnixStream, error: &Er
     called || by_codec.iter().any(|c| p.is(*c)) || p.reply(stream, &1_u64.to_ne_bytes())
 }
 
+/// Waits for a message. False when the front end has taken memory away that its queues use.
+fn wait(stream: &UnixStream, alarm: &Alarm) -> bool {
+    let mut fds =
+        [stream.as_fd(), alarm.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+    loop {
+        match poll(&mut fds, None) {
+            Err(rustix::io::Errno::INTR) => {}
+            // Whoever reads next waits as well, or finds the connection broken.
+            Ok(_) | Err(_) => return !alarm.rang(),
+        }
+    }
+}
+
 /// Serves one front end until it goes.
 fn serve_one<S: Storage>(stream: UnixStream, handler: &Arc<Mutex<Handler<S>>>) {
-    let codec_stream = match stream.try_clone() {
-        Ok(s) => s,
-        Err(e) => return tracing::warn!("cannot serve a front end: {e}"),
+    let start = || -> bedplate_types::Result<_> {
+        let stream = stream.try_clone();
+        let stream = stream.map_err(|e| {
+            bedplate_types::Error::io("cannot share the connection's descriptor", e)
+        })?;
+        Ok((stream, Alarm::new()?))
+    };
+    let (codec_stream, alarm) = match start() {
+        Ok(both) => both,
+        Err(e) => return tracing::warn!("cannot serve a front end: {e:#}"),
     };
     let mut codec = BackendReqHandler::from_stream(codec_stream, handler.clone());
     let lock = || handler.lock().unwrap_or_else(PoisonError::into_inner);
-    while let Some(message) = peek(&stream) {
+    lock().session.begin(alarm.clone());
+    loop {
+        if !wait(&stream, &alarm) {
+            let name = lock().session.shared().name.clone();
+            tracing::error!(
+                "{name}: the front end is disconnected, since guest memory that it had shared is gone: its file was made \
+                 shorter, or the system has no memory for it; requests under way may have failed, other exports go on"
+            );
+            break;
+        }
+        let Some(message) = peek(&stream) else { break };
         lock().called = false;
         let Err(error) = codec.handle_request() else { continue };
         let (called, protocol, name) = {

@@ -13,6 +13,7 @@ use bedplate_virtio::inflight::InflightArea;
 use bedplate_virtio::memory::{GuestMemory, Region};
 use bedplate_virtio::spec;
 use bedplate_virtio::split::RingAddrs;
+use bedplate_virtio::vanish::Alarm;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -40,6 +41,8 @@ pub(crate) struct Session<S: Storage> {
     /// Acknowledged protocol features.
     pub protocol: u64,
     memory: Arc<GuestMemory>,
+    /// Rings when the front end has taken memory away that it had shared. None while there is no front end.
+    alarm: Option<Alarm>,
     /// Records of the requests under way, where the front end keeps them for the next process.
     inflight: Option<Arc<InflightArea>>,
     rings: Vec<RingState>,
@@ -61,7 +64,25 @@ impl<S: Storage> Session<S> {
     pub(crate) fn new(shared: Arc<Shared<S>>, workers: Arc<Vec<Worker>>) -> Self {
         let rings = (0..shared.queues).map(|_| RingState::default()).collect();
         let memory = Arc::new(GuestMemory::default());
-        Self { shared, workers, features: 0, protocol: 0, memory, inflight: None, rings }
+        Self {
+            shared,
+            workers,
+            features: 0,
+            protocol: 0,
+            memory,
+            alarm: None,
+            inflight: None,
+            rings,
+        }
+    }
+
+    /// A front end has connected, whose memory `alarm` watches over.
+    pub(crate) fn begin(&mut self, alarm: Alarm) {
+        self.alarm = Some(alarm);
+    }
+
+    fn alarm(&self) -> Result<&Alarm> {
+        self.alarm.as_ref().ok_or_else(|| invalid("no front end is connected"))
     }
 
     pub(crate) fn shared(&self) -> &Shared<S> {
@@ -169,6 +190,7 @@ impl<S: Storage> Session<S> {
             tracing::error!("cannot end a session of {}: {e:#}", self.shared.name);
         }
         self.protocol = 0;
+        self.alarm = None;
     }
 
     pub(crate) fn set_features(&mut self, features: u64) -> Result<()> {
@@ -200,8 +222,9 @@ impl<S: Storage> Session<S> {
 
     /// Replaces all memory by `regions`: (file offset, guest address, front end's address, length, file).
     pub(crate) fn set_mem_table(&mut self, regions: Vec<(u64, u64, u64, u64, File)>) -> Result<()> {
+        let alarm = self.alarm()?;
         let map = |(offset, gpa, uva, len, file): (_, _, _, _, File)| {
-            Region::map(file.as_fd(), offset, gpa, uva, len)
+            Region::map(file.as_fd(), offset, gpa, uva, len, alarm)
         };
         let regions = regions.into_iter().map(map).collect::<Result<Vec<_>>>()?;
         self.set_memory(GuestMemory::new(regions)?)
@@ -218,7 +241,7 @@ impl<S: Storage> Session<S> {
         if regions.len() >= bedplate_types::limits::MAX_MEMORY_SLOTS {
             return Err(Error::new(ErrorKind::Limit, "all memory slots are in use"));
         }
-        regions.push(Region::map(file.as_fd(), offset, gpa, uva, len)?);
+        regions.push(Region::map(file.as_fd(), offset, gpa, uva, len, self.alarm()?)?);
         self.set_memory(GuestMemory::new(regions)?)
     }
 
@@ -232,8 +255,16 @@ impl<S: Storage> Session<S> {
         self.set_memory(GuestMemory::new(regions)?)
     }
 
-    /// Keeps records of the requests under way in `area` from now on, and does those again that it holds.
-    pub(crate) fn set_inflight(&mut self, area: InflightArea) -> Result<()> {
+    /// Keeps records of the requests under way in `file` (at an offset, of a length) from now on, and does those again that
+    /// it holds.
+    pub(crate) fn set_inflight(
+        &mut self,
+        file: &File,
+        place: (u64, u64),
+        queues: u16,
+        entries: u16,
+    ) -> Result<()> {
+        let area = InflightArea::map(file, place, queues, entries, self.alarm()?)?;
         self.stop_all()?;
         self.inflight = Some(Arc::new(area));
         self.start_ready();

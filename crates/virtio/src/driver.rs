@@ -6,6 +6,7 @@
 use crate::memory::{GuestMemory, Region};
 use crate::spec::{AVAIL_F_NO_INTERRUPT, USED_F_NO_NOTIFY};
 use crate::split::{Desc, RingAddrs, need_event};
+use crate::vanish::Alarm;
 use bedplate_types::{Error, Result};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU16, Ordering, fence};
@@ -41,7 +42,7 @@ impl SharedMemory {
         if unsafe { libc::ftruncate(raw, libc::off_t::try_from(len).unwrap_or(-1)) } != 0 {
             return Err(failed());
         }
-        let region = Region::map(fd.as_fd(), 0, gpa, 0, len)?;
+        let region = Region::map(fd.as_fd(), 0, gpa, 0, len, &Alarm::new()?)?;
         let memory = GuestMemory::new(vec![region])?;
         let base = memory.contiguous(gpa, len).unwrap_or(std::ptr::null_mut());
         Ok(Self { fd, len, memory, base })

@@ -10,6 +10,7 @@
 //! and those before the index is noted here). The front end shares the area: nothing read from it is used unchecked.
 
 use crate::memory::Region;
+use crate::vanish::Alarm;
 use bedplate_types::limits::{MAX_QUEUE_SIZE, MAX_QUEUES};
 use bedplate_types::{Error, ErrorKind, Result};
 use std::fs::File;
@@ -94,12 +95,19 @@ impl InflightArea {
         if made { Ok((fd.into(), len)) } else { Err(failed()) }
     }
 
-    /// Maps `len` bytes of `file` from `offset`: the records of `queues` queues of `entries` descriptors.
+    /// Maps `len` bytes of `file` from `offset`: the records of `queues` queues of `entries` descriptors. `alarm` rings when
+    /// the system has no memory for them.
     ///
     /// # Errors
-    /// `InvalidInput` when the area is too small, not aligned, or could be made shorter while it is in use (touching
-    /// what is gone would kill this process); `Io` when it can't be mapped.
-    pub fn map(file: &File, offset: u64, len: u64, queues: u16, entries: u16) -> Result<Self> {
+    /// `InvalidInput` when the area is too small, not aligned, or could be made shorter while it is in use; `Io` when it
+    /// can't be mapped.
+    pub fn map(
+        file: &File,
+        (offset, len): (u64, u64),
+        queues: u16,
+        entries: u16,
+        alarm: &Alarm,
+    ) -> Result<Self> {
         let need = check(queues, entries)?;
         if len < need {
             return Err(refused(&format!("{len} bytes are too few, {need} are needed")));
@@ -112,7 +120,7 @@ impl InflightArea {
         if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 {
             return Err(refused("their file is not sealed against being made shorter"));
         }
-        let region = Region::map(file.as_fd(), offset, 0, 0, len)?;
+        let region = Region::map(file.as_fd(), offset, 0, 0, len, alarm)?;
         Ok(Self { region, queues, entries })
     }
 
@@ -251,6 +259,10 @@ fn entry(head: u16) -> usize {
 mod tests {
     use super::*;
 
+    fn alarm() -> Alarm {
+        Alarm::new().expect("alarm")
+    }
+
     #[test]
     fn areas_that_do_not_fit_are_refused() {
         assert!(InflightArea::create(0, 128).is_err());
@@ -258,23 +270,26 @@ mod tests {
         assert!(InflightArea::create(65, 128).is_err());
         assert!(InflightArea::create(1, MAX_QUEUE_SIZE + 1).is_err());
         let (file, len) = InflightArea::create(2, 128).expect("area");
-        assert!(InflightArea::map(&file, 0, len, 2, 128).is_ok());
-        assert!(InflightArea::map(&file, 0, len, 3, 128).is_err(), "too small");
-        assert!(InflightArea::map(&file, 0, len, 2, 256).is_err(), "too small");
-        assert!(InflightArea::map(&file, 8, len - 64, 1, 128).is_err(), "not aligned");
-        assert!(InflightArea::map(&file, 0, len + 4096, 2, 128).is_err(), "the file is shorter");
-        assert!(InflightArea::map(&file, u64::MAX - 63, len, 2, 128).is_err());
+        assert!(InflightArea::map(&file, (0, len), 2, 128, &alarm()).is_ok());
+        assert!(InflightArea::map(&file, (0, len), 3, 128, &alarm()).is_err(), "too small");
+        assert!(InflightArea::map(&file, (0, len), 2, 256, &alarm()).is_err(), "too small");
+        assert!(InflightArea::map(&file, (8, len - 64), 1, 128, &alarm()).is_err(), "not aligned");
+        assert!(
+            InflightArea::map(&file, (0, len + 4096), 2, 128, &alarm()).is_err(),
+            "the file is shorter"
+        );
+        assert!(InflightArea::map(&file, (u64::MAX - 63, len), 2, 128, &alarm()).is_err());
         let short = std::fs::File::open("/proc/self/exe").expect("a file");
-        assert!(InflightArea::map(&short, 0, len, 2, 128).is_err(), "no seal");
+        assert!(InflightArea::map(&short, (0, len), 2, 128, &alarm()).is_err(), "no seal");
     }
 
     #[test]
     fn records_of_another_layout_are_refused() {
         let (file, len) = InflightArea::create(2, 128).expect("area");
-        let area = Arc::new(InflightArea::map(&file, 0, len, 2, 128).expect("map"));
+        let area = Arc::new(InflightArea::map(&file, (0, len), 2, 128, &alarm()).expect("map"));
         assert_eq!(area.queue(1).expect("records").entries(), 128);
         assert!(area.queue(2).is_err());
-        let other = Arc::new(InflightArea::map(&file, 0, len, 2, 64).expect("map"));
+        let other = Arc::new(InflightArea::map(&file, (0, len), 2, 64, &alarm()).expect("map"));
         assert!(other.queue(0).is_ok(), "not used before");
         assert!(area.queue(0).is_err(), "made for 64");
     }
@@ -282,7 +297,7 @@ mod tests {
     #[test]
     fn what_a_hostile_front_end_writes_leads_to_chains_of_the_queue_only() {
         let (file, len) = InflightArea::create(1, 8).expect("area");
-        let area = Arc::new(InflightArea::map(&file, 0, len, 1, 8).expect("map"));
+        let area = Arc::new(InflightArea::map(&file, (0, len), 1, 8, &alarm()).expect("map"));
         let mut queue = area.queue(0).expect("records");
         queue.word(AT_LAST_HEAD).store(0xffff, Ordering::Relaxed);
         (0..8).for_each(|h| queue.mark(h).store(0xff, Ordering::Relaxed));

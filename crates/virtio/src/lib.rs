@@ -12,6 +12,7 @@ pub mod driver;
 pub mod inflight;
 pub mod memory;
 pub mod split;
+pub mod vanish;
 
 pub use libc::iovec;
 

@@ -2,8 +2,10 @@
 //!
 //! Callers: the control side of an export makes a [`GuestMemory`] for every change of the memory table; queues
 //! translate with it. Invariants: regions are sorted by guest address and never overlap; a region's mapping
-//! lives as long as any `GuestMemory` that holds it.
+//! lives as long as any `GuestMemory` that holds it. Memory whose file was made shorter can be accessed: it rings the
+//! front end's [`Alarm`] then.
 
+use crate::vanish::{Alarm, Guarded};
 use bedplate_types::{Error, ErrorKind, Result};
 use libc::iovec;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -18,6 +20,9 @@ struct Mapping {
     base: *mut u8,
     /// How much of it.
     len: usize,
+    /// Against accesses to what the front end has taken away. Set from before the first access.
+    guard: Option<Guarded>,
+    alarm: Alarm,
 }
 
 // SAFETY: an address range of shared memory, owned here; any thread may access and unmap it.
@@ -27,6 +32,8 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        // Before something else lies at this address.
+        self.guard = None;
         // SAFETY: `base` and `len` are those of the mmap call, and no region names this mapping any more.
         unsafe { libc::munmap(self.base.cast(), self.len) };
     }
@@ -39,7 +46,7 @@ pub struct Region {
     uva: u64,
     len: u64,
     host: *mut u8,
-    _mapping: Arc<Mapping>,
+    mapping: Arc<Mapping>,
 }
 
 // SAFETY: the mapping is shared memory that is only accessed by raw reads and writes; its owner is an Arc.
@@ -75,12 +82,19 @@ fn file_len(fd: BorrowedFd<'_>) -> Result<u64> {
 }
 
 impl Region {
-    /// Maps `len` bytes of `fd` from `offset`: the guest's memory at `gpa`, which the front end has at `uva`.
+    /// Maps `len` bytes of `fd` from `offset`: the guest's memory at `gpa`, which the front end has at `uva`. `alarm` rings when
+    /// some of it is found to be gone.
     ///
     /// # Errors
-    /// `InvalidInput` when an end leaves 64 bits or the file is too short (touching its memory would then kill
-    /// this process), `Io` when it can't be mapped.
-    pub fn map(fd: BorrowedFd<'_>, offset: u64, gpa: u64, uva: u64, len: u64) -> Result<Self> {
+    /// `InvalidInput` when an end leaves 64 bits or the file is too short, `Io` when it can't be mapped.
+    pub fn map(
+        fd: BorrowedFd<'_>,
+        offset: u64,
+        gpa: u64,
+        uva: u64,
+        len: u64,
+        alarm: &Alarm,
+    ) -> Result<Self> {
         let bad = |why: &str| {
             let text = format!("guest memory at {gpa:#x} of {len:#x} bytes is refused: {why}");
             Error::new(ErrorKind::InvalidInput, text)
@@ -119,10 +133,14 @@ impl Region {
         // Guest memory has no place in a core dump; it is only a hint, so a failure does not matter.
         // SAFETY: the range is the mapping just made.
         unsafe { libc::madvise(base, whole, libc::MADV_DONTDUMP) };
+        // The handler of bus errors names it by its number.
+        base.expose_provenance();
         let base = base.cast::<u8>();
+        let mut mapping = Mapping { base, len: whole, guard: None, alarm: alarm.clone() };
+        mapping.guard = Some(Guarded::new(base, whole, page as usize, alarm)?);
         // SAFETY: `skip` is below `whole`: it lies inside the mapping.
         let host = unsafe { base.add(skip as usize) };
-        Ok(Self { gpa, uva, len, host, _mapping: Arc::new(Mapping { base, len: whole }) })
+        Ok(Self { gpa, uva, len, host, mapping: Arc::new(mapping) })
     }
 
     /// The guest's address of the first byte.
@@ -153,6 +171,12 @@ impl Region {
     fn end(&self) -> u64 {
         self.gpa + self.len
     }
+
+    /// True when the front end's memory was found to be gone. What was read before is only right when it is false.
+    #[inline]
+    pub(crate) fn is_gone(&self) -> bool {
+        self.mapping.alarm.rang()
+    }
 }
 
 /// All regions of one guest.
@@ -180,6 +204,13 @@ impl GuestMemory {
     /// The regions, by guest address.
     pub fn regions(&self) -> &[Region] {
         &self.regions
+    }
+
+    /// True when some of it was found to be gone. What was read before this was asked is only right when it is false.
+    #[inline]
+    pub fn is_gone(&self) -> bool {
+        // All of a front end's memory has one alarm.
+        self.regions.first().is_some_and(Region::is_gone)
     }
 
     #[inline]
@@ -245,11 +276,16 @@ mod tests {
         }
     }
 
+    fn alarm() -> Alarm {
+        Alarm::new().expect("alarm")
+    }
+
     #[test]
     fn ranges_go_on_in_the_next_region_and_stop_at_gaps() {
         let fd = memfd(0x4000);
-        let r =
-            |off, gpa, len| Region::map(fd.as_fd(), off, gpa, gpa + 0x10_0000, len).expect("map");
+        let r = |off, gpa, len| {
+            Region::map(fd.as_fd(), off, gpa, gpa + 0x10_0000, len, &alarm()).expect("map")
+        };
         let m =
             GuestMemory::new(vec![r(0x1000, 0x9000, 0x1000), r(0, 0x8000, 0x1000)]).expect("ok");
         let mut out = Vec::new();
@@ -268,8 +304,9 @@ mod tests {
     #[test]
     fn overlaps_short_files_and_wrapping_ends_are_refused() {
         let fd = memfd(0x2000);
-        let map = |off, gpa, len| Region::map(fd.as_fd(), off, gpa, 0, len);
-        let (a, b) = (map(0, 0, 0x2000).expect("map"), map(0, 0x1000, 0x1000).expect("map"));
+        let map = |off, gpa, len| Region::map(fd.as_fd(), off, gpa, 0, len, &alarm());
+        let (a, b) =
+            (map(0, 0, 0x2000).expect("map"), map(0, 0x1000, 0x1000).expect("map"));
         assert!(GuestMemory::new(vec![a, b]).is_err());
         assert!(map(0x1000, 0, 0x1001).is_err());
         assert!(map(0, u64::MAX, 2).is_err());
@@ -280,8 +317,8 @@ mod tests {
     #[test]
     fn unaligned_file_offsets_reach_the_right_bytes() {
         let fd = memfd(0x2000);
-        let whole = Region::map(fd.as_fd(), 0, 0, 0, 0x2000).expect("map");
-        let part = Region::map(fd.as_fd(), 0x1234, 0, 0, 0x100).expect("map");
+        let whole = Region::map(fd.as_fd(), 0, 0, 0, 0x2000, &alarm()).expect("map");
+        let part = Region::map(fd.as_fd(), 0x1234, 0, 0, 0x100, &alarm()).expect("map");
         // SAFETY: both addresses lie inside their mappings.
         unsafe {
             whole.host.add(0x1234).write(7);

@@ -3,7 +3,12 @@
 use super::*;
 use crate::driver::{DriverQueue, SharedMemory};
 use crate::inflight::InflightArea;
+use crate::vanish::Alarm;
 use std::sync::Arc;
+
+fn alarm() -> Alarm {
+    Alarm::new().expect("alarm")
+}
 
 struct Rig {
     memory: SharedMemory,
@@ -282,7 +287,7 @@ fn recorded(size: u16) -> (Rig, Arc<InflightArea>) {
     let mut r = rig(size, false);
     (0..size).for_each(|i| r.desc(i, 0x8000, 16, 0, 0));
     let (file, len) = InflightArea::create(1, size).expect("area");
-    let area = Arc::new(InflightArea::map(&file, 0, len, 1, size).expect("map"));
+    let area = Arc::new(InflightArea::map(&file, (0, len), 1, size, &alarm()).expect("map"));
     r.queue.keep_records(area.queue(0).expect("records")).expect("kept");
     (r, area)
 }
@@ -362,6 +367,6 @@ fn a_batch_that_was_shown_is_not_taken_again_wherever_the_clearing_of_its_record
 fn records_of_a_smaller_queue_are_refused() {
     let mut r = rig(16, false);
     let (file, len) = InflightArea::create(1, 8).expect("area");
-    let area = Arc::new(InflightArea::map(&file, 0, len, 1, 8).expect("map"));
+    let area = Arc::new(InflightArea::map(&file, (0, len), 1, 8, &alarm()).expect("map"));
     assert!(r.queue.keep_records(area.queue(0).expect("records")).is_err());
 }

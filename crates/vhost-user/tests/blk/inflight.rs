@@ -6,6 +6,7 @@ use bedplate_vhost_user::frontend::{Buffer, Client, ClientOptions, Queue};
 use bedplate_virtio::inflight::InflightArea;
 use bedplate_virtio::spec::T_OUT;
 use bedplate_virtio::split::{Head, Pop, SplitQueue};
+use bedplate_virtio::vanish::Alarm;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -59,8 +60,9 @@ fn requests_that_a_killed_back_end_left_are_done_once_more_and_none_is_lost() {
     q.ring().publish();
     {
         // The back end that dies: it takes three, and gives the second back without an interrupt.
-        let (offset, len) = (info.mmap_offset, info.mmap_size);
-        let map = InflightArea::map(&file, offset, len, info.num_queues, info.queue_size);
+        let place = (info.mmap_offset, info.mmap_size);
+        let alarm = Alarm::new().expect("alarm");
+        let map = InflightArea::map(&file, place, info.num_queues, info.queue_size, &alarm);
         let records = Arc::new(map.expect("map")).queue(0).expect("records");
         let addrs = q.ring().addrs(0);
         let memory = q.memory().memory();
@@ -86,7 +88,8 @@ fn requests_that_a_killed_back_end_left_are_done_once_more_and_none_is_lost() {
     }
     q.write(4096, &[9; 512]).expect("the queue goes on");
     // Nothing is left to do for the next one.
-    let map = InflightArea::map(&file, 0, info.mmap_size, 1, 256).expect("map");
+    let alarm = Alarm::new().expect("alarm");
+    let map = InflightArea::map(&file, (0, info.mmap_size), 1, 256, &alarm).expect("map");
     let addrs = q.ring().addrs(0);
     let mut next = SplitQueue::new(q.memory().memory(), 256, addrs, 5, false).expect("queue");
     next.keep_records(Arc::new(map).queue(0).expect("records")).expect("kept");
