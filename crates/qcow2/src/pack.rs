@@ -285,3 +285,95 @@ fn guest_ranges(pieces: &[PackedCluster], cluster: u64) -> Vec<(u64, u64)> {
 fn invalid(text: &str) -> Error {
     Error::new(ErrorKind::InvalidInput, text)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::check::{CheckOptions, check};
+    use crate::format::NewImage;
+    use crate::{Mapping, Nothing, OpenOptions};
+    use bedplate_sim::exec::block_on;
+    use bedplate_sim::{Image, Rng, SimOptions, SimStorage};
+
+    const CLUSTER: u64 = 2 << 20;
+    /// Descriptors of clusters of 2 MiB have 49 bits for the place.
+    const PLACES: u64 = (1 << 49) / CLUSTER;
+
+    /// What takes a little more than half a cluster when it is compressed.
+    fn content(seed: u64) -> Vec<u8> {
+        let mut rng = Rng::new(seed);
+        let mut bytes = vec![0; CLUSTER as usize];
+        for word in bytes[..CLUSTER as usize * 5 / 9].chunks_exact_mut(8) {
+            word.copy_from_slice(&rng.next_u64().to_be_bytes());
+        }
+        bytes
+    }
+
+    fn write(q: &Qcow2<SimStorage>, index: u64, packed: bool) -> Result<()> {
+        let at = GuestOffset::new(index * CLUSTER);
+        let buf = SharedBuf::new(AlignedBuf::from_slice(&content(index))?).iovec();
+        match packed {
+            true => block_on(q.write_compressed(&Nothing, at, buf)),
+            false => block_on(q.write_batch(&Nothing, vec![(at, buf)])).into_iter().collect(),
+        }
+    }
+
+    fn open(image: Image) -> (SimStorage, Qcow2<SimStorage>) {
+        let storage = SimStorage::from_image(image, SimOptions::default());
+        let q = block_on(Qcow2::open(storage.clone(), &OpenOptions::default())).expect("opens");
+        (storage, q)
+    }
+
+    /// Elsewhere the place was cut to its bits, and what lay there was read instead.
+    #[test]
+    fn clusters_beyond_the_last_place_that_a_descriptor_holds_are_not_written_compressed() {
+        let new = NewImage {
+            size: ByteLen::new(64 * CLUSTER),
+            cluster_size: CLUSTER,
+            ..NewImage::default()
+        };
+        let layout = new.layout().expect("valid");
+        let mut image = Image::new(layout.file_len.get());
+        layout.writes.iter().for_each(|(at, bytes)| image.write(at.get(), bytes));
+        let (storage, q) = open(image);
+        // As if the file had been filled up to here.
+        let end = PLACES - 6;
+        {
+            let mut state = q.space.state();
+            (state.scan, state.scan_end, state.end, state.prepared) = (end, end, end, end);
+        }
+        let results: Vec<_> = (0..12).map(|index| write(&q, index, true)).collect();
+        let fitted = results.iter().take_while(|result| result.is_ok()).count() as u64;
+        assert!((1..9).contains(&fitted), "{results:?}");
+        for result in &results[fitted as usize..] {
+            let refused = result.as_ref().expect_err("refused");
+            assert_eq!(refused.kind(), ErrorKind::Limit, "{refused}");
+        }
+        // Entries of plain clusters have room for more.
+        (20..24).for_each(|index| write(&q, index, false).expect("fits"));
+        block_on(q.close()).expect("closes");
+        let image = storage.image();
+        assert!(image.len() > PLACES * CLUSTER, "all lies below");
+        let report = block_on(check(&storage, CheckOptions::default())).expect("opens");
+        assert!(report.is_clean(), "{:#?}", report.findings);
+        let (_, q) = open(image);
+        for index in 0..24 {
+            let (at, len) = (GuestOffset::new(index * CLUSTER), ByteLen::new(CLUSTER));
+            let buf = SharedBuf::zeroed(CLUSTER as usize).expect("memory").iovec();
+            match block_on(q.map(at, len)).expect("maps") {
+                Mapping::Compressed { cluster, within, .. } => {
+                    block_on(q.read_compressed(&cluster, within, &buf)).expect("reads");
+                }
+                Mapping::Data { host, .. } => {
+                    block_on(storage.read(host, buf.clone())).expect("reads");
+                }
+                Mapping::Zero { .. } | Mapping::Unallocated { .. } => {}
+            }
+            let mut got = vec![0; CLUSTER as usize];
+            buf.copy_to(0, &mut got);
+            let written = index < fitted || (20..24).contains(&index);
+            let wanted = if written { content(index) } else { vec![0; CLUSTER as usize] };
+            assert!(got == wanted, "cluster {index} has changed");
+        }
+    }
+}

@@ -108,3 +108,30 @@ fn clients_learn_over_nbd_what_was_changed() -> Result<()> {
     bench.refuses(&none, 1, &["b2", "bedplate info"])?;
     Ok(())
 }
+
+#[test]
+fn the_granularity_may_be_anything_the_format_has_whatever_the_clusters_are() -> Result<()> {
+    if !has_or_skip(
+        "the_granularity_may_be_anything_the_format_has_whatever_the_clusters_are",
+        "qemu-img",
+    ) {
+        return Ok(());
+    }
+    let bench = Bench::new()?;
+    for cluster in ["512", "64K", "2M"] {
+        let option = format!("cluster_size={cluster}");
+        bench.run(&["create", "-q", "-o", &option, "a.qcow2", "64M"])?.ok()?;
+        for (name, granularity) in [("small", "512"), ("middle", "1M"), ("large", "2G")] {
+            bench.run(&["bitmap", "--add", "-g", granularity, "a.qcow2", name])?.ok()?;
+        }
+        for granularity in ["256", "4G", "100K"] {
+            let add = ["bitmap", "--add", "-g", granularity, "a.qcow2", "x"];
+            bench.refuses(&add, 1, &["power of two", "512"])?;
+        }
+        bench.run(&["qemu-io", "-c", "write 5M 64K", "a.qcow2"])?.ok()?;
+        let theirs = bench.tool_json("qemu-img", &["info", "--output=json", "a.qcow2"])?;
+        assert_eq!(bitmaps(&bench, "a.qcow2")?, theirs["format-specific"]["data"]["bitmaps"]);
+        bench.tool("qemu-img", &["check", "-q", "a.qcow2"])?;
+    }
+    Ok(())
+}

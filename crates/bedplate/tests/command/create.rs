@@ -137,6 +137,22 @@ fn a_file_that_cannot_be_as_large_is_removed_again() -> Result<()> {
 }
 
 #[test]
+fn the_largest_disks_can_be_used_up_to_their_last_sector() -> Result<()> {
+    let bench = Bench::new()?;
+    bench.run(&["create", "-q", "-o", "cluster_size=2M", "a.qcow2", "512T"])?.ok()?;
+    let last = (512_u64 << 40) - 512;
+    let write = format!("write -P 3 {last} 512");
+    let read = format!("read -P 3 {last} 512");
+    let beyond = format!("write {} 512", last + 512);
+    bench.run(&["qemu-io", "-c", &write, "-c", &read, "a.qcow2"])?.ok()?;
+    assert_eq!(bench.run(&["qemu-io", "-c", &beyond, "a.qcow2"])?.code, 1);
+    assert_eq!(bench.run(&["qemu-io", "-c", "write 9223372036854775296 512", "a.qcow2"])?.code, 1);
+    bench.run(&["check", "a.qcow2"])?.ok()?;
+    ensure!(std::fs::metadata(bench.path("a.qcow2"))?.blocks() * 512 < 16 << 20);
+    Ok(())
+}
+
+#[test]
 fn an_overlay_in_the_smallest_clusters_keeps_a_long_name() -> Result<()> {
     let bench = Bench::new()?;
     let base = format!("{}.raw", "x".repeat(200));

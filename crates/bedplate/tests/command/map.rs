@@ -79,3 +79,19 @@ fn what_an_image_says_cannot_play_with_the_terminal() -> Result<()> {
     }
     Ok(())
 }
+
+#[test]
+fn backing_names_are_relative_to_the_image_that_holds_them_at_every_level() -> Result<()> {
+    let bench = Bench::new()?;
+    std::fs::create_dir_all(bench.path("top/middle/base"))?;
+    bench.run(&["create", "-q", "top/middle/base/b.qcow2", "1M"])?.ok()?;
+    bench.run(&["qemu-io", "-c", "write -P 4 0 64K", "top/middle/base/b.qcow2"])?.ok()?;
+    for (image, base) in [("top/middle/m.qcow2", "base/b.qcow2"), ("top/t.qcow2", "middle/m.qcow2")]
+    {
+        bench.run(&["create", "-q", "-b", base, "-F", "qcow2", image])?.ok()?;
+    }
+    bench.run(&["qemu-io", "-c", "read -P 4 0 64K", "top/t.qcow2"])?.ok()?;
+    let map = bench.run(&["map", "--json", "--allow-backing", "top/t.qcow2"])?.ok()?.json()?;
+    assert_eq!((&map[0]["depth"], &map[0]["data"]), (&2.into(), &true.into()), "{map}");
+    Ok(())
+}

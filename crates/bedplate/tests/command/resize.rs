@@ -137,3 +137,58 @@ fn what_a_header_says_beside_the_size_is_kept() -> Result<()> {
     ensure!(std::fs::read(bench.path("back.raw"))? == expected, "the content has changed");
     Ok(())
 }
+
+/// Content is never guessed from: a guest may write a header that names any file of the host.
+#[test]
+fn a_raw_disk_that_looks_like_qcow2_changes_its_size_as_a_raw_one() -> Result<()> {
+    let bench = Bench::new()?;
+    let over = ["create", "-q", "-u", "-b", "/etc/passwd", "-F", "raw", "over.qcow2", "64K"];
+    bench.run(&over)?.ok()?;
+    std::fs::rename(bench.path("over.qcow2"), bench.path("a"))?;
+    bench.refuses(&["resize", "a", "1M"], 1, &["-f raw"])?;
+    let before = std::fs::read(bench.path("a"))?;
+    bench.run(&["resize", "-f", "raw", "a", "1M"])?.ok()?;
+    let after = std::fs::read(bench.path("a"))?;
+    assert_eq!(after.len(), 1 << 20);
+    ensure!(after.starts_with(&before), "the content was taken for more than bytes");
+    bench.run(&["resize", "-f", "raw", "--shrink", "a", "4K"])?.ok()?;
+    ensure!(std::fs::read(bench.path("a"))? == before[..4096]);
+    Ok(())
+}
+
+/// Shrinking went through refcount blocks wherever the table said that they were.
+#[test]
+fn a_damaged_refcount_table_does_no_harm_when_a_disk_shrinks() -> Result<()> {
+    let test = "a_damaged_refcount_table_does_no_harm_when_a_disk_shrinks";
+    if !has_or_skip(test, "qemu-io") {
+        return Ok(());
+    }
+    // The entry, what it is, and whether shrinking needs what it should name.
+    for (entry, value, needed) in [
+        (1_u64, 0x00ff_ffff_0000_0000_u64, false),
+        (1, 0x2a00, false),
+        (0, 0x00ff_ffff_0000_0000, true),
+        (0, 0x2a00, true),
+        (0, 0, true),
+    ] {
+        let bench = Bench::new()?;
+        bench.run(&["create", "-q", "a.qcow2", "64M"])?.ok()?;
+        let io = |command: &str| bench.tool("qemu-io", &["-f", "qcow2", "-c", command, "a.qcow2"]);
+        io("write -P 7 0 64K")?;
+        io("write -P 8 40M 64K")?;
+        super::poke(&bench.path("a.qcow2"), 0x1_0000 + entry * 8, &value.to_be_bytes())?;
+        let resize = ["resize", "-q", "--shrink", "a.qcow2", "32M"];
+        let first = bench.run(&resize)?;
+        if needed {
+            first.fails(1, &["a.qcow2", "bedplate check -r all"])?;
+        } else {
+            first.ok()?;
+        }
+        bench.run(&["check", "-r", "all", "a.qcow2"])?.ok()?;
+        bench.run(&resize)?.ok()?;
+        bench.tool("qemu-img", &["check", "-q", "a.qcow2"])?;
+        assert_eq!(size(&bench, "a.qcow2")?, 32 << 20);
+        ensure!(!io("read -P 7 0 64K")?.contains("failed"), "entry {entry} {value:#x}");
+    }
+    Ok(())
+}

@@ -69,3 +69,27 @@ fn a_snapshot_that_the_refcounts_cannot_count_is_refused() -> Result<()> {
     }
     Ok(())
 }
+
+/// Elsewhere a snapshot's table was believed to be as long as it said, and the heap behind it was overwritten.
+#[test]
+fn a_snapshot_with_an_impossible_table_is_listed_and_otherwise_refused() -> Result<()> {
+    for (at, bytes) in [
+        (8, [0x10, 0, 0, 0, 0, 1, 0, 3]),
+        (0, [0, 0, 0, 0, 0, 6, 2, 1]),
+        (0, [0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0, 0]),
+    ] {
+        let bench = Bench::new()?;
+        bench.run(&["create", "-q", "a.qcow2", "64M"])?.ok()?;
+        bench.run(&["qemu-io", "-c", "write -P 7 0 512", "a.qcow2"])?.ok()?;
+        bench.run(&["snapshot", "-c", "one", "a.qcow2"])?.ok()?;
+        let header = std::fs::read(bench.path("a.qcow2"))?;
+        let table = header[64..72].iter().fold(0, |n, b| n << 8 | u64::from(*b));
+        super::poke(&bench.path("a.qcow2"), table + at, &bytes)?;
+        for action in ["-a", "-d"] {
+            bench.refuses(&["snapshot", action, "one", "a.qcow2"], 1, &["'one'", "a.qcow2"])?;
+        }
+        ensure!(bench.run(&["snapshot", "-l", "a.qcow2"])?.ok()?.out.contains("one"));
+        bench.run(&["qemu-io", "-r", "-c", "read -P 7 0 512", "a.qcow2"])?.ok()?;
+    }
+    Ok(())
+}

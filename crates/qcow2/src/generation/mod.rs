@@ -72,7 +72,8 @@ impl<S: Storage> Qcow2<S> {
             return Err(Error::new(
                 ErrorKind::Corrupt,
                 format!(
-                    "image '{}' is corrupt: two of its structures lie in one place; repair it first",
+                    "image '{}' is corrupt: two of its structures lie in one place; repair it first with \
+                     'bedplate check -r all'",
                     self.storage.name()
                 ),
             ));
@@ -221,7 +222,10 @@ impl<'a, S: Storage> Generation<'a, S> {
     pub(crate) fn corrupt(&self, what: impl std::fmt::Display) -> Error {
         Error::new(
             ErrorKind::Corrupt,
-            format!("image '{}' is corrupt: {what}; repair it first", self.image.storage.name()),
+            format!(
+                "image '{}' is corrupt: {what}; repair it first with 'bedplate check -r all'",
+                self.image.storage.name()
+            ),
         )
     }
 }
