@@ -15,6 +15,7 @@ mod formats;
 mod harness;
 mod headers;
 mod hostile;
+mod imago;
 mod kept;
 mod raw;
 mod refused;
