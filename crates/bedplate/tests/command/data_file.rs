@@ -1,8 +1,10 @@
 //! External data files on the command line: made, allowed or stated, and never opened otherwise.
 
-use super::Bench;
+use super::serve::Serving;
+use super::{Bench, poke};
 use anyhow::{Context, Result, ensure};
-use bedplate_tests::has_or_skip;
+use bedplate_tests::{has_or_skip, host};
+use std::process::Stdio;
 
 #[test]
 fn images_with_a_data_file_are_what_qemu_img_would_make() -> Result<()> {
@@ -123,4 +125,61 @@ fn an_image_that_can_t_be_made_leaves_no_data_file_behind() -> Result<()> {
     let bench = Bench::new()?;
     let words = ["cannot"];
     bench.refuses(&["create", "-o", "data_file=d", "no-folder/a.qcow2", "1M"], 1, &words)
+}
+
+/// Two images that name one data file, which no lock on the images would notice.
+#[test]
+fn two_images_do_not_write_to_one_data_file_at_once() -> Result<()> {
+    if !has_or_skip("two_images_do_not_write_to_one_data_file_at_once", "qemu-io") {
+        return Ok(());
+    }
+    let bench = Bench::new()?;
+    for image in ["a", "b"] {
+        let option = format!("data_file={image}-data");
+        bench.run(&["create", "-q", "-o", &option, &format!("{image}.qcow2"), "8M"])?.ok()?;
+    }
+    let header = std::fs::read(bench.path("b.qcow2"))?;
+    let name = header.windows(6).position(|w| w == b"b-data").context("the name")?;
+    poke(&bench.path("b.qcow2"), name as u64, b"a")?;
+    std::fs::hard_link(bench.path("a-data"), bench.path("again"))?;
+    let write = ["qemu-io", "-c", "write -P 1 0 64k", "b.qcow2"];
+    let refused = |how: &str| -> Result<()> {
+        let before = bench.snapshot()?;
+        let ended = bench.run(&write)?;
+        ensure!(ended.code == 1 && ended.err.contains("cannot lock 'a-data'"), "{how}: {ended:?}");
+        let serve = ["--log-level=error", "serve", "--allow-data-file", "--nbd", "./t", "b.qcow2"];
+        bench.refuses(&serve, 1, &["'a-data', the data file of 'b.qcow2'", "cannot lock"])?;
+        let serve = ["--log-level=error", "serve", "--data-file=again", "--nbd", "./t", "b.qcow2"];
+        bench.refuses(&serve, 1, &["'again', the data file of 'b.qcow2'", "cannot lock"])?;
+        let resize = ["resize", "--allow-data-file", "b.qcow2", "9M"];
+        bench.refuses(&resize, 1, &["'a-data'", "cannot lock"])?;
+        let create = ["create", "-o", "data_file=a-data", "c.qcow2", "8M"];
+        bench.refuses(&create, 1, &["'a-data'", "cannot lock"])?;
+        ensure!(bench.snapshot()? == before, "{how}: files were changed");
+        Ok(())
+    };
+    let serving = Serving::start(&bench, &["--allow-data-file", "--nbd", "./s", "a.qcow2"])?;
+    refused("Bedplate serves the other image")?;
+    for image in ["b.qcow2", "a-data"] {
+        let format = if image == "a-data" { "raw" } else { "qcow2" };
+        let args = ["-f", format, "-c", "write -P 1 0 64k", image];
+        let mut theirs = host::tool("qemu-io");
+        let ended = host::output(theirs.args(args).current_dir(bench.folder.path()))?;
+        ensure!(!ended.status.success(), "QEMU wrote to {image} too: {ended:?}");
+    }
+    serving.stop()?;
+    // QEMU's program holds the other image until its standard input ends.
+    let mut theirs = host::tool("qemu-io");
+    theirs.args(["-f", "qcow2", "a.qcow2"]).current_dir(bench.folder.path());
+    let mut theirs = theirs.stdin(Stdio::piped()).stdout(Stdio::null()).spawn()?;
+    let input = theirs.stdin.take().context("no stdin")?;
+    while bench.run(&["info", "a.qcow2"])?.code == 0 {
+        ensure!(theirs.try_wait()?.is_none(), "it has ended");
+    }
+    let tried = refused("QEMU has the other image");
+    drop(input);
+    theirs.wait()?;
+    tried?;
+    bench.run(&write)?.ok()?;
+    Ok(())
 }
