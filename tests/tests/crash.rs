@@ -161,6 +161,15 @@ fn i2_i6_subclusters_are_mapped_one_by_one() {
 }
 
 #[test]
+fn i6_a_bitmap_knows_of_every_change_or_says_that_it_does_not() {
+    survive("bitmaps", Profile { bitmap: true, ..Profile::MIXED }, 15);
+    let subclusters = Profile { spec: Spec::subclusters, bitmap: true, ..Profile::MIXED };
+    survive("bitmaps and subclusters", subclusters, 8);
+    let external = Profile { spec: Spec::external, bitmap: true, ..Profile::MIXED };
+    survive("bitmaps and data files", external, 8);
+}
+
+#[test]
 fn i2_i6_encrypted_space_is_written_whole_before_it_is_mapped() {
     let profile = Profile { spec: Spec::encrypted, compressed: 0, ..Profile::MIXED };
     let budget = Budget { points: 15, states: 4, use_one_in: 20, qemu_one_in: 0 };

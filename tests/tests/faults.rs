@@ -86,7 +86,8 @@ fn must_be_told(run: &Recorded) -> Result<(), String> {
 
 /// A clean close leaves nothing behind.
 fn no_leaks_when_closed(run: &Recorded) -> Result<(), String> {
-    if run.closed { check_image(&run.storage.image(), false) } else { Ok(()) }
+    let image = || run.bed.metadata(&run.storage.image());
+    if run.closed { check_image(&image(), false) } else { Ok(()) }
 }
 
 fn after_sync(run: &Recorded) -> Result<(), String> {

@@ -75,6 +75,28 @@ fn i11_with_subclusters() {
 }
 
 #[test]
+fn i11_with_data_files_and_with_encryption() {
+    survive("data files", Profile { spec: Spec::external, ..RARE_FLUSHES }, 60);
+    let encrypted = Profile { spec: Spec::encrypted, compressed: 0, ..RARE_FLUSHES };
+    survive("encrypted", encrypted, 20);
+}
+
+#[test]
+fn i11_with_many_compressed_clusters() {
+    let spec = |rng: &mut Rng| Spec { cluster_bits: 10, size: 1 << 16, ..Spec::tiny(rng) };
+    survive("compressed", Profile { spec, compressed: 40, discard: 25, ..RARE_FLUSHES }, 50);
+}
+
+#[test]
+fn i11_with_a_bitmap_that_records_every_change() {
+    survive("bitmaps", Profile { bitmap: true, ..RARE_FLUSHES }, 40);
+    let subclusters = Profile { spec: Spec::subclusters, bitmap: true, ..RARE_FLUSHES };
+    survive("bitmaps and subclusters", subclusters, 20);
+    let external = Profile { spec: Spec::external, bitmap: true, ..RARE_FLUSHES };
+    survive("bitmaps and data files", external, 20);
+}
+
+#[test]
 fn i11_with_growing_and_with_lazy_refcounts() {
     survive("growing refcounts", Profile { spec: growing, write: 75, ..RARE_FLUSHES }, 80);
     survive("lazy refcounts", Profile { spec: lazy, ..RARE_FLUSHES }, 100);
@@ -83,7 +105,11 @@ fn i11_with_growing_and_with_lazy_refcounts() {
 #[test]
 fn breaking_i11_is_noticed() {
     let broken = Profile { broken: Some(OrderRule::JournalLasts), ..Profile::MIXED };
-    let noticed = (0..300).find_map(|seed| survive_kills(seed, broken, 4).err());
-    let what = noticed.expect("a journal that forgets too early must be noticed");
-    assert!(what.contains("which it may not"), "noticed as: {what}");
+    let external = Profile { spec: Spec::external, ..broken };
+    let encrypted = Profile { spec: Spec::encrypted, compressed: 0, ..broken };
+    for profile in [broken, external, encrypted] {
+        let noticed = (0..300).find_map(|seed| survive_kills(seed, profile, 4).err());
+        let what = noticed.expect("a journal that forgets too early must be noticed");
+        assert!(what.contains("which it may not"), "noticed as: {what}");
+    }
 }

@@ -13,6 +13,8 @@
 mod crash;
 pub mod exec;
 mod fault;
+mod files;
+mod hold;
 mod image;
 mod ledger;
 mod rng;
@@ -20,10 +22,11 @@ mod storage;
 
 pub use crash::{CrashPoint, CrashState, CrashStates};
 pub use fault::{Counts, Fault, OpKind};
+pub use hold::Hold;
 pub use image::Image;
 pub use ledger::{Change, Event, History, OpId, Replay};
 pub use rng::Rng;
-pub use storage::{DiscardMode, Hold, SimOptions, SimStorage};
+pub use storage::{DiscardMode, SimOptions, SimStorage};
 
 /// The unit in which a power cut tears writes, in bytes.
 pub const SECTOR: u64 = 512;

@@ -4,6 +4,8 @@
 //! future is dropped goes on while other requests are polled, as it would in a kernel. No lock is held across an
 //! await; all methods work from any thread, but only one thread makes a run repeatable.
 
+use crate::files::Window;
+use crate::hold::HoldRule;
 use crate::ledger::Ledger;
 use crate::{Change, Counts, CrashPoint, Event, Fault, History, Image, OpId, OpKind, Rng};
 use bedplate_runtime::buf::IoVec;
@@ -85,14 +87,6 @@ impl SimOptions {
     }
 }
 
-struct HoldRule {
-    id: u64,
-    kind: Option<OpKind>,
-    range: Range<u64>,
-    caught: usize,
-    wakers: Vec<Waker>,
-}
-
 /// A request on its way.
 struct Running {
     id: OpId,
@@ -109,28 +103,28 @@ struct Running {
     extent: (u64, bool),
 }
 
-struct State {
+pub(crate) struct State {
     options: SimOptions,
     start: Image,
-    ledger: Ledger,
+    pub(crate) ledger: Ledger,
     events: Vec<Event>,
     rng: Rng,
     faults: Vec<Fault>,
-    holds: Vec<HoldRule>,
+    pub(crate) holds: Vec<HoldRule>,
     counts: Counts,
     next_id: u64,
     orphans: Vec<Running>,
 }
 
 impl State {
-    fn event(&mut self, event: Event) {
+    pub(crate) fn event(&mut self, event: Event) {
         self.ledger.step(&event);
         if self.options.keep_history {
             self.events.push(event);
         }
     }
 
-    fn new_id(&mut self) -> u64 {
+    pub(crate) fn new_id(&mut self) -> u64 {
         self.next_id += 1;
         self.next_id
     }
@@ -267,8 +261,8 @@ impl State {
 #[derive(Clone)]
 pub struct SimStorage {
     state: Arc<Mutex<State>>,
-    /// The part of the contents that this is a handle on; one with an end has a fixed length.
-    window: (u64, Option<u64>),
+    /// The part of the contents that this is a handle on.
+    pub(crate) window: Window,
 }
 
 impl SimStorage {
@@ -291,17 +285,15 @@ impl SimStorage {
             next_id: 0,
             orphans: Vec::new(),
         };
-        Self { state: Arc::new(Mutex::new(state)), window: (0, None) }
+        Self { state: Arc::new(Mutex::new(state)), window: Window::WHOLE }
     }
 
-    /// Two storages on one medium, so that a power cut meets both: the first `at` bytes, a fixed length, and what lies behind
-    /// them. A sync makes durable what lies in its own part. Contents, history, faults and holds are those of the whole.
-    pub fn split(&self, at: u64) -> (Self, Self) {
-        let part = |window| Self { state: self.state.clone(), window };
-        (part((0, Some(at))), part((at, None)))
+    /// Another handle, on a part of the contents.
+    pub(crate) fn part(&self, window: Window) -> Self {
+        Self { state: self.state.clone(), window }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         // A panic elsewhere in a test must not hide behind a second one here.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -352,15 +344,6 @@ impl SimStorage {
         self.lock().counts = Counts::default();
     }
 
-    /// Stops requests of `kind` (or any) that touch `range` and start from here on, until the hold is dropped.
-    pub fn hold(&self, kind: Option<OpKind>, range: Range<u64>) -> Hold {
-        let mut state = self.lock();
-        let id = state.new_id();
-        state.holds.push(HoldRule { id, kind, range, caught: 0, wakers: Vec::new() });
-        drop(state);
-        Hold { storage: self.clone(), id }
-    }
-
     /// Lets requests whose futures were dropped run to their ends, unless they are held.
     pub fn settle(&self) {
         let mut state = self.lock();
@@ -379,7 +362,7 @@ impl SimStorage {
     }
 
     fn range(&self, at: HostOffset, len: ByteLen) -> Result<Range<u64>> {
-        let at = at.checked_add(ByteLen::new(self.window.0));
+        let at = at.checked_add(ByteLen::new(self.window.start));
         at.and_then(|at| HostRange::new(at, len))
             .map(|r| r.start().get()..r.end().get())
             .filter(|r| r.end <= i64::MAX as u64)
@@ -394,8 +377,8 @@ impl SimStorage {
             Change::SetLen { len } => *len,
             other => other.grows_to(),
         };
-        let limit = match self.window.1 {
-            Some(end) => end,
+        let limit = match self.window.room {
+            Some(room) => room,
             None if state.options.device => len,
             None => state.options.capacity,
         };
@@ -416,7 +399,7 @@ impl SimStorage {
     }
 
     /// Issues a request and waits for it.
-    async fn run(
+    pub(crate) async fn run(
         &self,
         kind: OpKind,
         touched: Range<u64>,
@@ -432,38 +415,6 @@ impl SimStorage {
                 Err(Error::errno(format!("{kind:?} of '{name}' failed"), errno))
             }
         }
-    }
-}
-
-/// Keeps chosen requests from going on; dropping it lets them go.
-pub struct Hold {
-    storage: SimStorage,
-    id: u64,
-}
-
-impl Hold {
-    /// How many requests this has caught so far.
-    pub fn caught(&self) -> usize {
-        let state = self.storage.lock();
-        state.holds.iter().find(|h| h.id == self.id).map_or(0, |h| h.caught)
-    }
-
-    /// Lets the requests go on.
-    pub fn release(self) {}
-}
-
-impl Drop for Hold {
-    fn drop(&mut self) {
-        let mut state = self.storage.lock();
-        let mut wakers = Vec::new();
-        state.holds.retain_mut(|h| {
-            if h.id == self.id {
-                wakers.append(&mut h.wakers);
-            }
-            h.id != self.id
-        });
-        drop(state);
-        wakers.into_iter().for_each(Waker::wake);
     }
 }
 
@@ -510,7 +461,8 @@ impl Storage for SimStorage {
 
     fn len(&self) -> ByteLen {
         let len = self.lock().ledger.visible().len();
-        ByteLen::new(self.window.1.unwrap_or(len).saturating_sub(self.window.0))
+        let end = self.window.room.map_or(len, |room| self.stored_len(room));
+        ByteLen::new(end.saturating_sub(self.window.start))
     }
 
     fn read_only(&self) -> bool {
@@ -524,11 +476,11 @@ impl Storage for SimStorage {
     async fn read(&self, at: HostOffset, buf: IoVec) -> Result<()> {
         let mut range = self.range(at, buf.byte_len())?;
         let mut part = buf.clone();
-        if let Some(end) = self.window.1.filter(|end| *end < range.end) {
-            let inside = end.saturating_sub(range.start) as usize;
-            buf.fill(inside, buf.len() - inside, 0);
-            part = buf.slice(0, inside);
-            range.end = range.start + inside as u64;
+        if let Some(inside) = self.inside(&range) {
+            let bytes = inside as usize;
+            buf.fill(bytes, buf.len() - bytes, 0);
+            part = buf.slice(0, bytes);
+            range.end = range.start + inside;
         }
         self.run(OpKind::Read, range, None, Some(part)).await.map(drop)
     }
@@ -540,13 +492,16 @@ impl Storage for SimStorage {
         }
         let mut data = vec![0; buf.len()];
         buf.copy_to(0, &mut data);
-        let change = Change::Write { at: range.start, data: data.into() };
-        self.change(OpKind::Write, range, change).await
+        let (end, change) = (range.end, Change::Write { at: range.start, data: data.into() });
+        self.change(OpKind::Write, range, change).await?;
+        match self.window.room {
+            Some(room) => self.extend_stored(room, end, OpKind::Write).await,
+            None => Ok(()),
+        }
     }
 
     async fn sync(&self) -> Result<()> {
-        let range = self.window.0..self.window.1.unwrap_or(u64::MAX);
-        self.run(OpKind::Sync, range, None, None).await.map(drop)
+        self.run(OpKind::Sync, self.window.synced(), None, None).await.map(drop)
     }
 
     async fn discard(&self, at: HostOffset, len: ByteLen) -> Result<()> {
@@ -578,18 +533,29 @@ impl Storage for SimStorage {
             byte: 0,
             grow: !len.eq(&ByteLen::ZERO),
         };
-        self.change(OpKind::WriteZeroes, range, change).await
+        let end = range.end;
+        self.change(OpKind::WriteZeroes, range, change).await?;
+        match self.window.room {
+            Some(room) => self.extend_stored(room, end, OpKind::WriteZeroes).await,
+            None => Ok(()),
+        }
     }
 
     async fn allocate(&self, at: HostOffset, len: ByteLen) -> Result<()> {
         let range = self.range(at, len)?;
+        if let Some(room) = self.window.room {
+            return self.extend_stored(room, range.end, OpKind::Allocate).await;
+        }
         let change = Change::Grow { len: range.end };
         self.change(OpKind::Allocate, range, change).await
     }
 
     async fn grow(&self, len: ByteLen) -> Result<()> {
         let range = self.range(HostOffset::ZERO, len)?;
-        if self.lock().options.device || self.window.1.is_some() {
+        if let Some(room) = self.window.room {
+            return self.extend_stored(room, range.end, OpKind::Allocate).await;
+        }
+        if self.lock().options.device {
             return Ok(());
         }
         self.change(OpKind::Allocate, range.clone(), Change::Grow { len: range.end }).await
@@ -597,7 +563,10 @@ impl Storage for SimStorage {
 
     async fn set_len(&self, len: ByteLen) -> Result<()> {
         let end = self.range(HostOffset::ZERO, len)?.end;
-        if self.lock().options.device || self.window.1.is_some() {
+        if let Some(room) = self.window.room {
+            return self.set_stored_len(room, end, OpKind::SetLen).await;
+        }
+        if self.lock().options.device {
             return Err(self.error(ErrorKind::Unsupported, "the length is fixed of the device"));
         }
         let change = Change::SetLen { len: end };

@@ -1,11 +1,14 @@
 //! An image made by a [`Spec`], with what lies below it and what the guest sees; opening, checking and reading it.
 
+use crate::dirty::check_bitmap;
 use crate::maker::{Cell, make, passphrase};
 use crate::pattern::tagged;
 use crate::spec::{BelowKind, BelowSpec, DataFile, Seeds, Spec};
 use bedplate_disk::{Disk, Layer};
 use bedplate_qcow2::check::{CheckOptions, check};
-use bedplate_qcow2::{JournalStart, OpenOptions, Qcow2, Run, read_header, read_snapshots};
+use bedplate_qcow2::{
+    BitmapChange, JournalStart, OpenOptions, Qcow2, Run, read_header, read_snapshots,
+};
 use bedplate_runtime::buf::{IoVec, SharedBuf};
 use bedplate_sim::exec::block_on;
 use bedplate_sim::{Image, Rng, SECTOR, SimOptions, SimStorage};
@@ -21,8 +24,8 @@ const FIRST: u64 = 1 << 20;
 pub struct Bed {
     /// How it was made.
     pub spec: Spec,
-    /// The image. An external data file and the image lie on one medium, so that a power cut meets both: the data first, as
-    /// long as the disk, then the image ([`Self::metadata`]).
+    /// The image. An external data file and the image lie on one medium, so that a power cut meets both: the data first, in the
+    /// room that [`Spec::room`] says, then the image ([`Self::metadata`]).
     pub image: Image,
     /// What lies below.
     pub below: Option<Image>,
@@ -30,6 +33,8 @@ pub struct Bed {
     pub content: Vec<u8>,
     /// Snapshots made since, by name, and what they hold; those that were there at first hold the first content.
     pub kept: Vec<(String, Vec<u8>)>,
+    /// What the disk held when a bitmap was made that records every change since, if there is one.
+    pub bitmap: Option<Vec<u8>>,
 }
 
 /// An open disk, with handles on what it is made of.
@@ -153,20 +158,50 @@ impl Bed {
         let mut shows = seen;
         shows.truncate(spec.size as usize);
         let (image, content) = layer(&spec, rng, 1, &shows);
-        Self { spec, image, below, content, kept: Vec::new() }
+        Self { spec, image, below, content, kept: Vec::new(), bitmap: None }
     }
 
     /// A bed around an image that something else has made.
     pub fn around(spec: Spec, image: Image, content: Vec<u8>) -> Self {
-        Self { spec, image, below: None, content, kept: Vec::new() }
+        Self { spec, image, below: None, content, kept: Vec::new(), bitmap: None }
+    }
+
+    /// Adds a persistent bitmap; version 2 has none.
+    ///
+    /// # Errors
+    /// What making it reports.
+    pub fn with_bitmap(mut self, granularity: u64) -> Result<Self, Error> {
+        let storage = SimStorage::from_image(self.image.clone(), SimOptions::default());
+        let open = self.open(storage.clone(), CacheMode::None)?;
+        let add = BitmapChange::Add { granularity: Some(granularity) };
+        block_on(open.qcow2.change_bitmap(b"changes", add))?;
+        block_on(open.disk.close())?;
+        self.image = storage.image();
+        self.bitmap = Some(self.content.clone());
+        Ok(self)
+    }
+
+    /// The bitmap, if there is one, must know of every change of a disk that holds `content`, or say that it can't be trusted;
+    /// with `trusted` it may not say so.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn check_bitmap(
+        &self,
+        medium: &Image,
+        content: &[u8],
+        trusted: bool,
+    ) -> Result<(), String> {
+        let Some(base) = &self.bitmap else { return Ok(()) };
+        check_bitmap(&self.metadata(medium), content, Some(base), trusted)
     }
 
     /// The image's own part of `storage`, and its data file.
-    fn parts(&self, storage: &SimStorage) -> (SimStorage, Option<SimStorage>) {
+    pub(crate) fn parts(&self, storage: &SimStorage) -> (SimStorage, Option<SimStorage>) {
         if self.spec.data_file.is_none() {
             return (storage.clone(), None);
         }
-        let (data, image) = storage.split(self.spec.size);
+        let (data, image) = storage.split(self.spec.room());
         (image, Some(data))
     }
 
@@ -175,7 +210,7 @@ impl Bed {
         if self.spec.data_file.is_none() {
             return medium.clone();
         }
-        let start = self.spec.size;
+        let start = self.spec.room() + SimStorage::BETWEEN;
         let mut image = Image::new(medium.len().saturating_sub(start));
         for (at, page) in medium.pages() {
             let cut = start.saturating_sub(at).min(page.len() as u64);
@@ -188,7 +223,9 @@ impl Bed {
     /// The data file in what a medium holds, if the image has one.
     pub fn data(&self, medium: &Image) -> Option<Vec<u8>> {
         self.spec.data_file?;
-        let mut bytes = vec![0; self.spec.size as usize];
+        let mut len = [0; 8];
+        medium.read(self.spec.room(), &mut len);
+        let mut bytes = vec![0; u64::from_be_bytes(len).min(self.spec.room()) as usize];
         medium.read(0, &mut bytes);
         Some(bytes)
     }
@@ -217,15 +254,8 @@ impl Bed {
         cache: CacheMode,
         journal: Option<JournalStart>,
     ) -> Result<Open, Error> {
-        let options = OpenOptions {
-            journal,
-            read_only: false,
-            l2_cache: ByteLen::new(self.spec.l2_cache),
-            refcount_cache: ByteLen::new(self.spec.refcount_cache),
-            passphrases: if self.spec.luks { vec![passphrase()] } else { Vec::new() },
-            ..OpenOptions::default()
-        };
         let (image, data) = self.parts(&storage);
+        let options = self.options(journal);
         let qcow2 = Arc::new(block_on(Qcow2::open_with_data(image, data, &options))?);
         let mut layers = vec![Layer::Qcow2(qcow2.clone())];
         if let (Some(image), Some(below)) = (&self.below, self.spec.below) {
@@ -242,6 +272,18 @@ impl Bed {
         }
         let disk = Disk::new("disk", layers, false, cache)?;
         Ok(Open { disk, qcow2, storage })
+    }
+
+    /// How the image is opened.
+    pub(crate) fn options(&self, journal: Option<JournalStart>) -> OpenOptions {
+        OpenOptions {
+            journal,
+            read_only: false,
+            l2_cache: ByteLen::new(self.spec.l2_cache),
+            refcount_cache: ByteLen::new(self.spec.refcount_cache),
+            passphrases: if self.spec.luks { vec![passphrase()] } else { Vec::new() },
+            ..OpenOptions::default()
+        }
     }
 
     /// Says how each snapshot of `image` differs from what it was when it was made, if it does.

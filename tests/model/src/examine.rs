@@ -42,6 +42,25 @@ pub struct Violation {
     pub log: Vec<String>,
 }
 
+impl Violation {
+    fn at_the_end(run: &Recorded, what: String) -> Box<Self> {
+        let events = run.history.events().len();
+        Box::new(Self { what, at: (run.now, events), state: String::new(), log: run.log.clone() })
+    }
+}
+
+/// Closed after work in which nothing failed, the bitmap can be trusted.
+fn bitmap_is_whole(run: &Recorded) -> Result<(), String> {
+    if run.bed.bitmap.is_none() || !run.closed || !run.troubles.is_empty() {
+        return Ok(());
+    }
+    let medium = run.storage.image();
+    let storage = SimStorage::from_image(medium.clone(), SimOptions::default());
+    let open = run.bed.open(storage, CacheMode::None).map_err(|e| format!("{e:#}"))?;
+    let content = read_all(&open.disk).map_err(|e| format!("{e:#}"))?;
+    run.bed.check_bitmap(&medium, &content, true).map_err(|e| format!("after closing: {e}"))
+}
+
 impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}", self.what)?;
@@ -59,6 +78,7 @@ impl fmt::Display for Violation {
 /// # Errors
 /// The first state that breaks a promise.
 pub fn examine(run: &Recorded, seed: u64, budget: Budget) -> Result<u64, Box<Violation>> {
+    bitmap_is_whole(run).map_err(|what| Violation::at_the_end(run, what))?;
     let mut rng = Rng::new(seed);
     let events = run.history.events().len() as u64;
     let every = (events / budget.points.max(1)).max(1);
@@ -169,7 +189,10 @@ fn open_and_compare(
         check_image(&metadata(), true).map_err(|e| format!("after the repair: {e}"))?;
     }
     let content = read_all(&open.disk).map_err(|e| format!("the disk can't be read: {e:#}"))?;
-    let Some((sector, value)) = allowed.wrong(&content) else { return Ok(open) };
+    let Some((sector, value)) = allowed.wrong(&content) else {
+        run.bed.check_bitmap(&storage.image(), &content, false)?;
+        return Ok(open);
+    };
     let value = value.map_or("a mixture".to_owned(), |v| format!("{v:#x}"));
     let story = run.oracle.story(sector);
     Err(format!("sector {sector:#x} holds {value}, which it may not:{story}"))

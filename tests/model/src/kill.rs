@@ -5,13 +5,11 @@ use crate::bed::{Bed, Open, check_image, is_dirty, read_all};
 use crate::oracle::{Allowed, Oracle, Time};
 use crate::spec::Spec;
 use crate::workload::{Profile, Shared, random_limits, step};
-use bedplate_qcow2::{
-    JournalOwner, JournalStart, NewSnapshot, OpenOptions, Qcow2, SnapshotRef, read_header,
-};
+use bedplate_qcow2::{JournalOwner, JournalStart, NewSnapshot, Qcow2, SnapshotRef, read_header};
 use bedplate_sim::exec::{Pool, block_on};
 use bedplate_sim::{DiscardMode, Image, Rng, SimOptions, SimStorage};
 use bedplate_storage::{SharedWords, Storage};
-use bedplate_types::{ByteLen, CacheMode, ErrorKind};
+use bedplate_types::{CacheMode, ErrorKind};
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -35,6 +33,8 @@ pub struct Kills {
 }
 
 const OWNER: JournalOwner = JournalOwner { boot: [1, 2], file: [3, 4, 5, 6] };
+/// Autoclear bits that name a session; the others are the format's.
+const SESSION: u64 = !0xff;
 /// Words of a journal's header.
 const HEADER: u64 = 512;
 /// Words of a record in both halves.
@@ -76,16 +76,11 @@ impl Run {
     fn open(&mut self) -> Result<Open, String> {
         while self.rng.chance(25) {
             let start = self.start(OWNER, false);
-            let options = OpenOptions {
-                journal: Some(start),
-                l2_cache: ByteLen::new(self.bed.spec.l2_cache),
-                refcount_cache: ByteLen::new(self.bed.spec.refcount_cache),
-                ..OpenOptions::default()
-            };
-            let storage = self.storage.clone();
+            let options = self.bed.options(Some(start));
+            let (image, data) = self.bed.parts(&self.storage);
             let opening = async move {
                 // What is wrong comes up again in the opening that counts.
-                drop(Qcow2::open(storage, &options).await);
+                drop(Qcow2::open_with_data(image, data, &options).await);
             };
             let polls = self.rng.below(60);
             self.kill_within(polls, opening)?;
@@ -108,7 +103,8 @@ impl Run {
 
     /// Makes, applies or deletes a snapshot, which replaces much of the metadata; or one is there already.
     fn snapshot(&mut self, open: &Open) -> Result<(), String> {
-        if self.bed.spec.seeds.snapshots > 0 || !self.rng.chance(25) {
+        let spec = &self.bed.spec;
+        if spec.seeds.snapshots > 0 || spec.data_file.is_some() || !self.rng.chance(25) {
             return Ok(());
         }
         let new = NewSnapshot { name: b"s", date: Duration::ZERO };
@@ -255,7 +251,10 @@ impl Run {
             let content = read_all(&open.disk).map_err(|e| format!("after a power cut: {e:#}"))?;
             Self::compare(life, &life.oracle.after_crash(life.now), &content)
                 .map_err(|e| format!("after a power cut: {e}"))?;
-            check_image(&storage.image(), true).map_err(|e| format!("after a power cut: {e}"))?;
+            let medium = storage.image();
+            check_image(&self.bed.metadata(&medium), true)
+                .and_then(|()| self.bed.check_bitmap(&medium, &content, false))
+                .map_err(|e| format!("after a power cut: {e}"))?;
         }
         Ok(())
     }
@@ -283,7 +282,10 @@ pub fn survive_kills(seed: u64, profile: Profile, kills: u64) -> Result<Kills, S
     if let Some(below) = &mut spec.below {
         below.size = below.size.next_multiple_of(bedplate_sim::SECTOR);
     }
-    let bed = Bed::new(spec, &mut rng);
+    let mut bed = Bed::new(spec, &mut rng);
+    if profile.bitmap {
+        bed = bed.with_bitmap(512 << rng.below(4)).map_err(|e| format!("a bitmap: {e:#}"))?;
+    }
     let memory = memory(&bed.spec, &mut rng);
     let storage = SimStorage::from_image(bed.image.clone(), SimOptions::default());
     let mut run = Run { bed, profile, storage, memory, rng, stats: Kills::default(), kept: false };
@@ -305,12 +307,16 @@ pub fn survive_kills(seed: u64, profile: Profile, kills: u64) -> Result<Kills, S
         content = read_all(&open.disk).map_err(|e| format!("{e:#}"))?;
         Run::compare(&life, &life.oracle.at_rest(life.now), &content)
             .map_err(|e| format!("after kill {}: {e}\n  on {:?}", run.stats.kills, run.bed.spec))?;
-        let image = run.storage.image();
+        let medium = run.storage.image();
+        let image = run.bed.metadata(&medium);
         if !is_dirty(&image) {
             check_image(&image, true)
                 .map_err(|e| format!("after kill {}: {e}", run.stats.kills))?;
         }
-        run.bed.check_snapshots(&image)?;
+        run.bed.check_snapshots(&medium)?;
+        run.bed
+            .check_bitmap(&medium, &content, false)
+            .map_err(|e| format!("after kill {}: {e}", run.stats.kills))?;
     }
     finish(run, &content)
 }
@@ -324,9 +330,13 @@ fn finish(mut run: Run, content: &[u8]) -> Result<Kills, String> {
     }
     let open = run.open()?;
     block_on(open.disk.close()).map_err(|e| format!("closing: {e:#}"))?;
-    check_image(&run.storage.image(), false).map_err(|e| format!("at the end: {e}"))?;
-    let header = block_on(read_header(&run.storage)).map_err(|e| format!("{e:#}"))?;
-    if header.autoclear != 0 {
+    let medium = run.storage.image();
+    check_image(&run.bed.metadata(&medium), false)
+        .and_then(|()| run.bed.check_bitmap(&medium, content, false))
+        .map_err(|e| format!("at the end: {e}"))?;
+    let image = run.bed.parts(&run.storage).0;
+    let header = block_on(read_header(&image)).map_err(|e| format!("{e:#}"))?;
+    if header.autoclear & SESSION != 0 {
         return Err("the mark of a session is left in the header".to_owned());
     }
     drop(open);

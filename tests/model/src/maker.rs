@@ -8,7 +8,7 @@ use bedplate_qcow2::format::{
     RefcountFormat, Snapshot, SubMap,
 };
 use bedplate_qcow2::{Passphrase, new_luks_area};
-use bedplate_sim::Image;
+use bedplate_sim::{Image, SimStorage};
 use bedplate_types::{ByteLen, HostOffset};
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -134,7 +134,8 @@ pub(crate) fn make(spec: &Spec, cells: &[Cell], content: &[u8]) -> Image {
     let Some(data) = b.data else { return b.image };
     // One medium for both, see [`crate::Bed::image`].
     let mut whole = Image::from_bytes(&data);
-    whole.write(data.len() as u64, &b.image.to_vec());
+    whole.write(spec.room(), &(data.len() as u64).to_be_bytes());
+    whole.write(spec.room() + SimStorage::BETWEEN, &b.image.to_vec());
     whole
 }
 

@@ -1,7 +1,7 @@
 //! What an image is like: geometry, first content, what lies below, how much memory its caches have.
 
 use bedplate_qcow2::format::SUBCLUSTERS;
-use bedplate_sim::Rng;
+use bedplate_sim::{Rng, SimStorage};
 
 /// What lies below an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -195,6 +195,11 @@ impl Spec {
     /// Bytes of the smallest part with a mapping of its own.
     pub fn part(&self) -> u64 {
         self.cluster() / if self.extended { u64::from(SUBCLUSTERS) } else { 1 }
+    }
+
+    /// Bytes that a data file can have at most, also when the disk grows.
+    pub fn room(&self) -> u64 {
+        self.size.next_multiple_of(SimStorage::BETWEEN).max(9 << 20)
     }
 
     /// Bytes of a cluster.

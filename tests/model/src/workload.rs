@@ -44,6 +44,8 @@ pub struct Profile {
     pub writethrough: bool,
     /// The image lies on a device of a fixed length, where unused space holds anything.
     pub device: bool,
+    /// A persistent bitmap records every change; not in version 2.
+    pub bitmap: bool,
     /// An ordering rule that is broken on purpose.
     pub broken: Option<OrderRule>,
     /// Close the disk at the end.
@@ -67,6 +69,7 @@ impl Profile {
         max_delay: 5,
         writethrough: false,
         device: false,
+        bitmap: false,
         broken: None,
         close: true,
     };
@@ -160,7 +163,10 @@ pub fn record(seed: u64, profile: Profile, fault: Option<Fault>) -> Result<Recor
     if let Some(below) = &mut spec.below {
         below.size = below.size.next_multiple_of(SECTOR);
     }
-    let bed = Bed::new(spec, &mut rng);
+    let mut bed = Bed::new(spec, &mut rng);
+    if profile.bitmap && bed.spec.version >= 3 {
+        bed = bed.with_bitmap(512 << rng.below(4)).map_err(|e| format!("a bitmap: {e:#}"))?;
+    }
     let options = SimOptions {
         seed: rng.next_u64(),
         max_delay: rng.below(u64::from(profile.max_delay) + 1) as u32,
@@ -171,7 +177,8 @@ pub fn record(seed: u64, profile: Profile, fault: Option<Fault>) -> Result<Recor
         ..SimOptions::default()
     };
     let mut image = bed.image.clone();
-    let options = if profile.device { on_device(&bed.spec, &mut image, options) } else { options };
+    let device = profile.device && bed.spec.data_file.is_none();
+    let options = if device { on_device(&bed.spec, &mut image, options) } else { options };
     let storage = SimStorage::from_image(image, options);
     let cache = if profile.writethrough { CacheMode::Writethrough } else { CacheMode::None };
     let open = bed.open(storage.clone(), cache).map_err(|e| format!("can't open: {e:#}"))?;
