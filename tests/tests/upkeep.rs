@@ -6,16 +6,18 @@ use bedplate_qcow2::OrderRule;
 use bedplate_sim::Rng;
 
 fn chores(name: &str, count: (u64, u64), chores: Chores) -> (u64, u64, u64) {
-    let (mut changes, mut failed, mut states) = (0, 0, 0);
+    let (mut changes, mut failed, mut states, mut struck) = (0, 0, 0, 0);
     for_seeds(name, seeds(count.0, count.1), |seed| {
         let qemu = seed % 40 == 0;
         let done = upkeep(seed, Chores { qemu, ..chores })?;
         changes += done.changes;
         failed += done.failed;
         states += done.states;
+        struck += done.struck;
         Ok(())
     });
-    println!("{name}: {changes} changes, {failed} failed, {states} crash states");
+    println!("{name}: {changes} changes, {failed} failed, {states} crash states, {struck} faults");
+    assert!(!chores.every || struck > 400, "only {struck} faults");
     (changes, failed, states)
 }
 
@@ -24,6 +26,17 @@ fn small(rng: &mut Rng) -> Spec {
     let spec = Spec::tiny(rng);
     let snapshots = if spec.refcount_bits == 1 { 0 } else { rng.below(3) };
     Spec { seeds: Seeds { filled: 60, zero: 0, snapshots, ..spec.seeds }, ..spec }
+}
+
+/// As [`small`], with a data file.
+fn external(rng: &mut Rng) -> Spec {
+    let spec = Spec::external(rng);
+    Spec { seeds: Seeds { filled: 60, ..spec.seeds }, ..spec }
+}
+
+fn subclusters(rng: &mut Rng) -> Spec {
+    let spec = Spec::subclusters(rng);
+    Spec { size: spec.size.min(4 * spec.cluster()), ..spec }
 }
 
 #[test]
@@ -101,4 +114,37 @@ fn a_change_of_a_bitmap_that_fails_is_told_and_harms_nothing() {
     let faults = Chores { faults: true, ..Chores::BITMAPS };
     let (_, failed, _) = chores("bitmaps and faults", (50, 2000), faults);
     assert!(failed > 20, "only {failed} failed");
+}
+
+#[test]
+fn i6_a_power_cut_leaves_the_old_size_or_the_new_one_of_a_data_file_too() {
+    let cut = Chores { spec: external, states: 250, steps: 8, write: 30, ..Chores::SIZES };
+    let (.., states) = chores("sizes of data files and power cuts", (16, 600), cut);
+    assert!(states > 2000, "only {states} states");
+}
+
+/// Few steps, and at each change every request fails in turn.
+const EVERY: Chores = Chores { every: true, steps: 6, write: 30, ..Chores::SNAPSHOTS };
+
+#[test]
+fn a_fault_at_any_request_of_a_change_of_snapshots_leaves_it_done_or_not_begun() {
+    chores("snapshots and every fault", (10, 300), Chores { spec: small, ..EVERY });
+    chores("and subclusters", (5, 100), Chores { spec: subclusters, ..EVERY });
+    chores("and encryption", (1, 20), Chores { spec: Spec::encrypted, ..EVERY });
+}
+
+#[test]
+fn a_fault_at_any_request_of_a_resize_leaves_the_old_size_or_the_new_one() {
+    let every = Chores { resize: 40, create: 8, apply: 5, delete: 5, ..EVERY };
+    chores("sizes and every fault", (10, 300), Chores { spec: small, ..every });
+    chores("and subclusters", (5, 100), Chores { spec: subclusters, ..every });
+    chores("and data files", (10, 100), Chores { spec: external, ..every });
+    chores("and encryption", (1, 20), Chores { spec: Spec::encrypted, ..every });
+}
+
+#[test]
+fn a_fault_at_any_request_of_a_change_of_bitmaps_is_told_and_harms_nothing() {
+    let every = Chores { bitmap: 40, resize: 10, create: 5, apply: 5, delete: 5, ..EVERY };
+    chores("bitmaps and every fault", (10, 300), Chores { spec: small, ..every });
+    chores("and data files", (8, 100), Chores { spec: external, ..every });
 }
