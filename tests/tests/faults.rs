@@ -2,7 +2,8 @@
 //! have lost metadata takes no more changes, and what is left behind is sound.
 
 use bedplate_model::{
-    Budget, Profile, Recorded, Spec, check_image, examine, for_seeds, record, seeds, verify_now,
+    Budget, Profile, Recorded, Seeds, Spec, check_image, examine, for_seeds, record, seeds,
+    verify_now,
 };
 use bedplate_sim::{Fault, OpKind, Rng};
 use bedplate_types::ErrorKind;
@@ -24,8 +25,16 @@ fn strict(rng: &mut Rng) -> Spec {
     Spec { lazy: false, ..Spec::tiny(rng) }
 }
 
+/// Says what a run with a fault should not have done.
+type Judge = fn(&Recorded) -> Result<(), String>;
+
 /// Lets each request of `kind` fail in turn, in all ways, in runs of these seeds.
-fn sweep(kind: OpKind, profile: Profile, runs: u64, judge: fn(&Recorded) -> Result<(), String>) {
+fn sweep(kind: OpKind, profile: Profile, runs: u64, judge: Judge) {
+    assert!(strike_each(kind, profile, runs, judge) > 0, "no fault has struck");
+}
+
+/// As [`sweep`]; returns how many faults struck.
+fn strike_each(kind: OpKind, profile: Profile, runs: u64, judge: Judge) -> u64 {
     let mut struck = 0;
     for_seeds(&format!("faults of {kind:?}"), seeds(runs, runs * 5), |seed| {
         let whole = record(seed, profile, None)?;
@@ -50,7 +59,24 @@ fn sweep(kind: OpKind, profile: Profile, runs: u64, judge: fn(&Recorded) -> Resu
         }
         Ok(())
     });
-    assert!(struck > 0, "no fault has struck");
+    struck
+}
+
+/// Lets each request of any kind fail in turn.
+fn sweep_all(name: &str, profile: Profile, runs: u64) {
+    let judges: [(OpKind, Judge); 7] = [
+        (OpKind::Sync, after_sync),
+        (OpKind::Write, after_write),
+        (OpKind::Read, must_be_told),
+        (OpKind::WriteZeroes, no_leaks_when_closed),
+        (OpKind::Discard, no_leaks_when_closed),
+        (OpKind::Allocate, after_allocate),
+        (OpKind::SetLen, after_set_len),
+    ];
+    let all: u64 =
+        judges.iter().map(|(kind, judge)| strike_each(*kind, profile, runs, *judge)).sum();
+    println!("{name}: {all} faults");
+    assert!(all >= runs * 60, "only {all} faults have struck");
 }
 
 fn story(run: &Recorded, what: String) -> String {
@@ -170,4 +196,49 @@ fn i6_after_a_fault_and_a_power_cut_every_sector_is_as_it_may_be() {
         examine(&run, seed, Budget { points: 30, ..Budget::USUAL }).map_err(|v| v.to_string())?;
         Ok(())
     });
+}
+
+#[test]
+fn i5_i6_faults_at_any_request_over_subclusters() {
+    sweep_all("subclusters", Profile { spec: Spec::subclusters, zero: 20, ..SHORT }, 4);
+}
+
+#[test]
+fn i5_i6_faults_at_any_request_of_compressed_writes() {
+    let spec = |rng: &mut Rng| Spec {
+        cluster_bits: 10,
+        refcount_bits: [1, 16, 64][rng.below(3) as usize],
+        size: 1 << 15,
+        seeds: Seeds { filled: 15, ..Seeds::default() },
+        ..Spec::tiny(rng)
+    };
+    let packing = Profile { spec, compressed: 60, write: 15, area: 1 << 15, ..SHORT };
+    sweep_all("compressed clusters", packing, 5);
+}
+
+#[test]
+fn i5_i6_faults_at_any_request_over_data_files() {
+    sweep_all("data files", Profile { spec: Spec::external, ..SHORT }, 6);
+}
+
+#[test]
+fn i5_i6_faults_at_any_request_over_snapshots() {
+    let spec = |rng: &mut Rng| {
+        let seeds = Seeds { filled: 80, compressed: 30, zero: 20, snapshots: 1 + rng.below(2) };
+        Spec { refcount_bits: [4, 16, 64][rng.below(3) as usize], seeds, ..strict(rng) }
+    };
+    sweep_all("snapshots", Profile { spec, ..SHORT }, 5);
+}
+
+#[test]
+fn i5_i6_faults_at_any_request_over_encrypted_images() {
+    sweep_all("encrypted", Profile { spec: Spec::encrypted, compressed: 0, ..SHORT }, 1);
+}
+
+#[test]
+fn i5_i6_faults_at_any_request_over_images_with_bitmaps() {
+    let spec = |rng: &mut Rng| Spec { version: 3, ..strict(rng) };
+    sweep_all("bitmaps", Profile { spec, bitmap: true, ..SHORT }, 5);
+    let external = Profile { spec: Spec::external, bitmap: true, ..SHORT };
+    sweep_all("bitmaps and data files", external, 2);
 }
