@@ -45,19 +45,17 @@ impl Run {
             return Ok(());
         }
         // Of a write, any sectors may be there.
-        let mixed = before.snapshots == after.snapshots && seen.len() == before.content.len();
+        let same_size = [before, after].iter().all(|w| w.content.len() == seen.len());
+        let mixed = before.snapshots == after.snapshots && same_size;
         let wrong = |(i, sector): &(usize, &[u8])| {
             let range = i * BYTES..i * BYTES + sector.len();
             **sector != before.content[range.clone()] && **sector != after.content[range]
         };
-        match (old, seen.chunks(BYTES).enumerate().find(wrong)) {
-            (_, None) if mixed => {
-                let world = World { content: seen.clone(), ..before.clone() };
-                same(&self.bed, &image, &seen, &world)
-            }
-            (Err(e), _) => Err(format!("neither as before nor as after the step: {e}")),
-            (Ok(()), _) => Ok(()),
+        if mixed && !seen.chunks(BYTES).enumerate().any(|piece| wrong(&piece)) {
+            let world = World { content: seen.clone(), ..before.clone() };
+            return same(&self.bed, &image, &seen, &world);
         }
+        old.map_err(|e| format!("neither as before nor as after the step: {e}"))
     }
 
     /// Checks and opens what a medium holds, which repairs it if it must be; returns the image and what the disk holds.
