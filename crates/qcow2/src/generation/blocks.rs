@@ -1,7 +1,7 @@
 //! The counts of a generation: old blocks as they are in the file, and changed copies with places of their own.
 
 use super::Generation;
-use crate::format::RefcountError;
+use crate::format::{RefcountError, RefcountFormat};
 use crate::open::read_bytes;
 use bedplate_storage::Storage;
 use bedplate_types::{Error, ErrorKind, HostOffset, Result};
@@ -21,6 +21,28 @@ pub(super) struct OldBlock {
     pub(super) bytes: Option<Vec<u8>>,
 }
 
+/// Why a count can't be changed.
+enum Fault {
+    TooLow,
+    Refused(RefcountError),
+}
+
+/// Changes counts of a block that follow each other; on a fault also says which of them it was.
+fn change_counts(
+    counts: RefcountFormat,
+    block: &mut [u8],
+    first: usize,
+    number: u64,
+    by: i64,
+) -> std::result::Result<(), (u64, Fault)> {
+    for (n, entry) in (0..number).zip(first..) {
+        let old = counts.get(block, entry).unwrap_or(0);
+        let new = old.checked_add_signed(by).ok_or((n, Fault::TooLow))?;
+        counts.set(block, entry, new).map_err(|e| (n, Fault::Refused(e)))?;
+    }
+    Ok(())
+}
+
 impl<S: Storage> Generation<'_, S> {
     /// The new count of a cluster.
     pub(crate) async fn count(&mut self, cluster: u64) -> Result<u64> {
@@ -34,22 +56,36 @@ impl<S: Storage> Generation<'_, S> {
     /// # Errors
     /// `Limit` when the image's refcounts are not wide enough, `Corrupt` when the count was too low.
     pub(crate) async fn change(&mut self, cluster: u64, by: i64) -> Result<()> {
-        let (index, entry) = self.counts.position(cluster);
-        self.load(index).await?;
-        let Some(block) = self.blocks.get_mut(&index) else { return Ok(()) };
-        let old = self.counts.get(&block.bytes, entry).unwrap_or(0);
-        let at = self.image.space.offset_of(cluster);
-        let Some(new) = old.checked_add_signed(by) else {
-            return Err(self.corrupt(format!("the refcount of the cluster at {at} is too low")));
-        };
-        match self.counts.set(&mut block.bytes, entry, new) {
-            Ok(()) => {}
-            Err(RefcountError::TooLarge) => return Err(self.too_narrow(at)),
-            Err(e) => return Err(self.corrupt(e)),
-        }
-        block.changed = true;
-        if !block.own_place && !self.unplaced.contains(&index) {
-            self.unplaced.push(index);
+        self.change_run(cluster, 1, by).await
+    }
+
+    /// As [`Self::change`], for clusters that follow each other.
+    pub(crate) async fn change_run(&mut self, first: u64, clusters: u64, by: i64) -> Result<()> {
+        let (mut first, end) = (first, first.saturating_add(clusters));
+        while first < end {
+            let (index, entry) = self.counts.position(first);
+            let here = (end - first).min(self.counts.entries_per_block() - entry as u64);
+            self.load(index).await?;
+            let Some(block) = self.blocks.get_mut(&index) else { return Ok(()) };
+            let changed = change_counts(self.counts, &mut block.bytes, entry, here, by);
+            block.changed = true;
+            if !block.own_place && !self.unplaced.contains(&index) {
+                self.unplaced.push(index);
+            }
+            match changed {
+                Ok(()) => {}
+                Err((at, fault)) => {
+                    let at = self.image.space.offset_of(first + at);
+                    return Err(match fault {
+                        Fault::TooLow => {
+                            self.corrupt(format!("the refcount of the cluster at {at} is too low"))
+                        }
+                        Fault::Refused(RefcountError::TooLarge) => self.too_narrow(at),
+                        Fault::Refused(e) => self.corrupt(e),
+                    });
+                }
+            }
+            first += here;
         }
         Ok(())
     }
@@ -87,6 +123,12 @@ impl<S: Storage> Generation<'_, S> {
             }
         }
         Ok(())
+    }
+
+    /// The new counts of a refcount block, by its index.
+    pub(super) async fn counts_of_block(&mut self, index: u64) -> Result<&[u8]> {
+        self.load(index).await?;
+        Ok(self.blocks.get(&index).map_or(&[], |b| b.bytes.as_slice()))
     }
 
     /// Brings a block of new counts into memory.

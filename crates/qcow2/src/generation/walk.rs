@@ -81,12 +81,25 @@ impl<S: Storage> Generation<'_, S> {
 
     /// Changes the counts of what one L2 entry refers to.
     pub(crate) async fn change_entry(&mut self, entry: u64, by: i64) -> Result<()> {
-        if let Some((first, last)) = self.clusters_of(entry) {
-            for cluster in first..=last {
-                self.change(cluster, by).await?;
-            }
+        match self.clusters_of(entry) {
+            Some((first, last)) => self.change_run(first, last - first + 1, by).await,
+            None => Ok(()),
         }
-        Ok(())
+    }
+
+    /// Changes the counts of what the entries of an L2 table refer to. What lies together is counted together: most
+    /// of a large disk does.
+    async fn change_table(&mut self, words: &[u64], by: i64) -> Result<()> {
+        let (mut start, mut clusters) = (0, 0);
+        for entry in words.iter().step_by(self.geo.entry_words()) {
+            let Some((first, last)) = self.clusters_of(*entry) else { continue };
+            if first != start + clusters {
+                self.change_run(start, clusters, by).await?;
+                (start, clusters) = (first, 0);
+            }
+            clusters += last - first + 1;
+        }
+        self.change_run(start, clusters, by).await
     }
 
     /// Changes the counts of everything that an L1 table leads to.
@@ -94,9 +107,7 @@ impl<S: Storage> Generation<'_, S> {
         for group in self.groups(l1) {
             for table in self.read_tables(&group).await? {
                 self.change(self.geo.host_cluster(table.at), by).await?;
-                for entry in table.words.iter().step_by(self.geo.entry_words()) {
-                    self.change_entry(*entry, by).await?;
-                }
+                self.change_table(&table.words, by).await?;
                 self.settle().await?;
             }
         }
@@ -147,18 +158,33 @@ impl<S: Storage> Generation<'_, S> {
     /// Sets the COPIED flags by the new counts; true when any has changed.
     async fn set_flags(&mut self, words: &mut [u64]) -> Result<bool> {
         let mut changed = false;
-        let stride = self.geo.entry_words();
-        for word in words.iter_mut().step_by(stride) {
-            let host = *word & OFFSET_MASK;
-            let right = if *word & COMPRESSED != 0 || host == 0 {
-                *word
-            } else if self.count(self.geo.host_cluster(HostOffset::new(host))).await? == 1 {
-                *word | COPIED
-            } else {
-                *word & !COPIED
+        let (counts, geo) = (self.counts, self.geo);
+        let position = |word: u64| {
+            let host = word & OFFSET_MASK;
+            (word & COMPRESSED == 0 && host != 0)
+                .then(|| counts.position(geo.host_cluster(HostOffset::new(host))))
+        };
+        let mut at = 0;
+        // A block of counts is looked up once for all entries in a row that it counts.
+        while let Some(word) = words.get(at) {
+            let Some((index, _)) = position(*word) else {
+                at += geo.entry_words();
+                continue;
             };
-            changed |= right != *word;
-            *word = right;
+            let block = self.counts_of_block(index).await?;
+            while let Some(word) = words.get_mut(at) {
+                match position(*word) {
+                    Some((other, _)) if other != index => break,
+                    Some((_, entry)) => {
+                        let alone = counts.get(block, entry) == Some(1);
+                        let right = if alone { *word | COPIED } else { *word & !COPIED };
+                        changed |= right != *word;
+                        *word = right;
+                    }
+                    None => {}
+                }
+                at += geo.entry_words();
+            }
         }
         Ok(changed)
     }
