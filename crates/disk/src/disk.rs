@@ -76,8 +76,8 @@ impl<S: Storage> Disk<S> {
         ByteLen::new(self.size.load(Ordering::Acquire))
     }
 
-    /// Changes the disk's size: growth reads as zeroes, and its space is taken as `fill` says. One resize at a time;
-    /// requests beyond a smaller new end must not be under way.
+    /// Changes the disk's size: growth reads as zeroes, and its space is taken as `fill` says. One resize at a time.
+    /// Requests may be under way, but on a raw disk none beyond a smaller new end.
     ///
     /// # Errors
     /// `ReadOnly`, `InvalidInput` for a size that can't be or for `fill` when the disk does not grow, `Unsupported`
@@ -167,10 +167,10 @@ impl<S: Storage> Disk<S> {
         &self.chain
     }
 
-    /// Keeps mapped space of the top layer in place while it is read.
-    pub(crate) fn pin(&self) -> Option<PinGuard<'_>> {
+    /// Enters the top layer to read it: mapped space stays in place until the guard is dropped.
+    pub(crate) async fn enter(&self) -> Option<PinGuard<'_>> {
         match self.top() {
-            Some(Layer::Qcow2(image)) => Some(image.epochs().guard()),
+            Some(Layer::Qcow2(image)) => Some(image.enter().await),
             _ => None,
         }
     }
@@ -207,8 +207,8 @@ impl<S: Storage> Disk<S> {
     /// # Errors
     /// `OutOfRange`, or what the storage reports.
     pub async fn read(&self, at: GuestOffset, buf: IoVec) -> Result<()> {
+        let _inside = self.enter().await;
         self.check(at, buf.byte_len())?;
-        let _pin = self.pin();
         self.chain.read(0, at, buf).await
     }
 

@@ -47,7 +47,7 @@ impl<S: Storage> Disk<S> {
     /// `OutOfRange`, or what reading the metadata gives.
     pub async fn map_run(&self, at: GuestOffset, len: ByteLen) -> Result<MapRun> {
         self.check(at, len)?;
-        let _pin = self.pin();
+        let _inside = self.enter().await;
         let mut run = MapRun::of(len, 0);
         for (depth, layer) in self.chain().layers.iter().enumerate() {
             let size = sector_end(layer.size());

@@ -48,7 +48,7 @@ impl<S: Storage> Disk<S> {
     }
 
     async fn status_run(&self, at: GuestOffset, len: ByteLen) -> Result<BlockStatus> {
-        let _pin = self.pin();
+        let _inside = self.enter().await;
         let piece = self.chain().piece(0, at, len).await?;
         Ok(match piece.source {
             Source::Zero { allocated } => {

@@ -30,6 +30,7 @@ impl<S: Storage> Qcow2<S> {
     /// # Errors
     /// What the storage reports.
     pub async fn discard<B: Below>(&self, below: &B, at: GuestOffset, len: ByteLen) -> Result<()> {
+        let _inside = self.enter_for(at, len).await?;
         self.check_writable()?;
         self.before_change(at, len).await?;
         if self.raw_data {
@@ -57,6 +58,7 @@ impl<S: Storage> Qcow2<S> {
         len: ByteLen,
         mode: ZeroMode,
     ) -> Result<()> {
+        let _inside = self.enter_for(at, len).await?;
         self.check_writable()?;
         self.before_change(at, len).await?;
         if self.raw_data {
@@ -105,7 +107,7 @@ impl<S: Storage> Qcow2<S> {
         [(at.get(), whole.0), (whole.1.min(end), end)]
     }
 
-    /// Writes zeroes as data, where the range does not read as zeroes already.
+    /// Writes zeroes as data, where the range does not read as zeroes already. The caller is inside.
     pub(crate) async fn zero_by_data<B: Below>(
         &self,
         below: &B,
@@ -130,7 +132,7 @@ impl<S: Storage> Qcow2<S> {
                     ));
                 }
                 let buf = IoVec::zeroes(len as usize)?;
-                self.write_batch(below, vec![(here, buf)]).await.pop().unwrap_or(Ok(()))?;
+                self.write_inside(below, vec![(here, buf)]).await.pop().unwrap_or(Ok(()))?;
             }
             at += len;
         }

@@ -6,6 +6,7 @@ use crate::crypt::Protection;
 use crate::data_file::is_raw;
 use crate::faults::OrderFaults;
 use crate::format::Header;
+use crate::gate::Gate;
 use crate::journal::Journal;
 use crate::read::Unpacked;
 use crate::slice::SliceId;
@@ -37,6 +38,8 @@ pub struct Qcow2<S: Storage> {
     pub(crate) space: Space,
     /// Who reads mapped space; freed space is not used again before all who may have seen it are gone.
     pub(crate) epochs: Epochs,
+    /// Requests are held here while the metadata is replaced.
+    pub(crate) gate: Gate,
     /// Guest ranges whose mapping is being changed (allocation, copy-on-write, discard). May be held across I/O:
     /// it is a lock of requests, not of memory. Taken in ascending order; before every other lock.
     pub(crate) ranges: RangeLock,
@@ -98,6 +101,7 @@ impl<S: Storage> Qcow2<S> {
             cache,
             space,
             epochs: Epochs::new(),
+            gate: Gate::default(),
             ranges: RangeLock::new(),
             table_gate: RangeLock::new(),
             packer: AsyncMutex::new(()),

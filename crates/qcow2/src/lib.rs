@@ -18,6 +18,7 @@ mod data_file;
 mod discard;
 mod faults;
 pub mod format;
+mod gate;
 mod generation;
 mod header;
 mod image;

@@ -78,10 +78,10 @@ struct Cursor<'a, S: Storage> {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Answers for a whole range at once, if it is one run. Never waits.
+    /// Answers for a whole range at once, if it is one run. Never waits. The caller holds a pin of [`Self::epochs`].
     pub fn lookup_run(&self, write: bool, at: GuestOffset, len: ByteLen) -> Run {
-        if self.is_encrypted() {
-            return Run::Other; // the bytes of the file are not those of the disk
+        if !self.gate.answers() {
+            return Run::Other; // requests are held, or the bytes of the file are not those of the disk
         }
         let tables = &self.tables;
         let (id, index) = tables.locate(at);

@@ -118,6 +118,7 @@ impl<S: Storage> Qcow2<S> {
         if !writable {
             let mut image = Self::load(storage, data, header, options).await?;
             image.protection = protection;
+            image.open_gate();
             return Ok(image);
         }
         let bitmaps = find_bitmaps(&storage, &header, geo).await.context(|| refused(&storage))?;
@@ -150,6 +151,7 @@ impl<S: Storage> Qcow2<S> {
         if let Some(start) = journal {
             image.start_journal(start, kept.as_ref()).await?;
         }
+        image.open_gate();
         Ok(image)
     }
 

@@ -41,6 +41,7 @@ impl<S: Storage> Qcow2<S> {
         at: GuestOffset,
         buf: IoVec,
     ) -> Result<()> {
+        let _inside = self.enter().await;
         self.check_writable()?;
         self.check_compressible(at, buf.byte_len())?;
         let mut compressor = Compressor::new(self.header().compression_type)?;
@@ -62,8 +63,8 @@ impl<S: Storage> Qcow2<S> {
                 }
                 yield_now().await;
             }
-            self.write_packed(packed).await?;
-            for result in self.write_batch(below, plain).await {
+            self.write_packed_inside(packed).await?;
+            for result in self.write_inside(below, plain).await {
                 result?;
             }
         }
@@ -76,6 +77,11 @@ impl<S: Storage> Qcow2<S> {
     /// # Errors
     /// As [`Self::write_compressed`]; nothing was written then, unless the storage failed.
     pub async fn write_packed(&self, pieces: Vec<PackedCluster>) -> Result<()> {
+        let _inside = self.enter().await;
+        self.write_packed_inside(pieces).await
+    }
+
+    async fn write_packed_inside(&self, pieces: Vec<PackedCluster>) -> Result<()> {
         self.check_writable()?;
         let cluster = self.tables.cluster();
         for piece in &pieces {

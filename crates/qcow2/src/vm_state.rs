@@ -28,7 +28,7 @@ impl<S: Storage> Qcow2<S> {
     /// `Limit` beyond what an L1 table can map, or what the storage reports.
     pub async fn read_vm_state(&self, at: u64, buf: IoVec) -> Result<()> {
         let (start, _) = self.vm_state_range(at, buf.byte_len())?;
-        let _pin = self.epochs.guard();
+        let _inside = self.enter().await;
         let mut done = 0;
         while done < buf.len() {
             let here = GuestOffset::new(start + done as u64);
@@ -64,8 +64,9 @@ impl<S: Storage> Qcow2<S> {
         if entries > self.header().l1_size {
             self.grow_l1(entries).await?;
         }
+        let _inside = self.enter().await;
         let write = vec![(GuestOffset::new(start), buf)];
-        self.write_batch(&Nothing, write).await.pop().unwrap_or(Ok(()))
+        self.write_inside(&Nothing, write).await.pop().unwrap_or(Ok(()))
     }
 
     /// Where a range of the space for VM state begins, and how many L1 entries it takes to map it.
@@ -89,7 +90,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     async fn grow_l1(&self, entries: u32) -> Result<()> {
-        let _all = self.ranges.exclusive(0, u64::MAX).await;
+        let _still = self.hold_still().await;
         let header = self.header();
         if header.l1_size >= entries {
             return Ok(());

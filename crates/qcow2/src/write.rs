@@ -56,6 +56,22 @@ impl<S: Storage> Qcow2<S> {
         below: &B,
         writes: Vec<(GuestOffset, IoVec)>,
     ) -> Vec<Result<()>> {
+        let end = writes.iter().map(|(at, buf)| at.get().saturating_add(buf.len() as u64)).max();
+        let _inside = match self.enter_for(GuestOffset::ZERO, ByteLen::new(end.unwrap_or(0))).await
+        {
+            Ok(pin) => pin,
+            Err(e) => return writes.iter().map(|_| Err(e.clone())).collect(),
+        };
+        self.write_inside(below, writes).await
+    }
+
+    /// As [`Self::write_batch`], by who is inside; also behind the disk's end. Host space found by the look-ups stays in
+    /// place until all in-place writes have ended.
+    pub(crate) async fn write_inside<B: Below>(
+        &self,
+        below: &B,
+        writes: Vec<(GuestOffset, IoVec)>,
+    ) -> Vec<Result<()>> {
         let mut outcome = Outcome(writes.iter().map(|_| self.check_writable()).collect());
         if outcome.0.iter().any(Result::is_err) {
             return outcome.0;
@@ -65,8 +81,6 @@ impl<S: Storage> Qcow2<S> {
                 return writes.iter().map(|_| Err(e.clone())).collect();
             }
         }
-        // Host space found by the look-ups stays in place until all in-place writes have ended.
-        let _pin = self.epochs.guard();
         let mut in_place = Vec::new();
         let mut parts = Vec::with_capacity(writes.len());
         for (write, (at, buf)) in writes.iter().enumerate() {

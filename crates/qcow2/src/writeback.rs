@@ -39,6 +39,7 @@ impl<S: Storage> Qcow2<S> {
         if self.read_only {
             return Ok(());
         }
+        let _upkeep = self.upkeep().await;
         self.write_back().await?;
         self.reclaim().await
     }
@@ -176,6 +177,7 @@ impl<S: Storage> Qcow2<S> {
         if self.read_only || self.is_poisoned() {
             return Ok(());
         }
+        let _upkeep = self.upkeep().await;
         let old = self.dirty().since.is_some_and(|t| t.elapsed() >= DIRTY_AGE);
         if old {
             self.write_back().await?;

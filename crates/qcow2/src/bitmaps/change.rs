@@ -41,7 +41,7 @@ pub enum BitmapChange {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Changes a persistent bitmap. No request may be under way.
+    /// Changes a persistent bitmap. Requests wait meanwhile.
     ///
     /// # Errors
     /// `NotFound` when there is no such bitmap; `InvalidInput` when one to be added is there, or its name or granularity
@@ -49,7 +49,7 @@ impl<S: Storage> Qcow2<S> {
     /// trusted; `NoSpace`, or what else the storage reports.
     pub async fn change_bitmap(&self, name: &[u8], change: BitmapChange) -> Result<()> {
         self.check_writable()?;
-        let _all = self.ranges.exclusive(0, u64::MAX).await;
+        let _still = self.hold_still().await;
         self.write_everything().await?;
         let header = self.header();
         if header.version < 3 {

@@ -57,6 +57,7 @@ impl<S: Storage> Qcow2<S> {
     /// `NotFound` when there is none, `Unsupported` for one that can't be trusted, `Corrupt` when it is damaged, or what
     /// the storage reports.
     pub async fn bitmap(&self, name: &[u8]) -> Result<BitmapView> {
+        let _inside = self.enter().await;
         let _one = self.bitmaps.gate.lock().await;
         let list = self.bitmaps.list.load_full();
         if let Some(tracked) = list.iter().find(|t| t.bitmap.name == name) {

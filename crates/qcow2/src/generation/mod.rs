@@ -6,7 +6,7 @@
 //! the new one, with right refcounts and flags and without a leak, and whatever fails before that write leaves the
 //! image as it was (`docs/on-disk-order.md`, "Generations").
 //!
-//! Invariants: no request is under way and all metadata was written back. New counts are only kept here. Space that
+//! Invariants: requests are held (`gate.rs`) and all metadata was written back. New counts are only kept here. Space that
 //! loses its last reference is not used before the next generation, since the old one still needs it.
 
 mod blocks;
@@ -58,7 +58,7 @@ impl<S: Storage> Qcow2<S> {
     /// Brings the file up to date and holds still, then makes a new generation by `work` and takes it over. `work`
     /// returns how the header changes, besides what the generation itself needs.
     ///
-    /// The caller holds all of `ranges`.
+    /// The caller holds still ([`Self::hold_still`]).
     ///
     /// # Errors
     /// What `work` or the storage reports; the image is as it was then, or poisoned when nobody can know.

@@ -41,7 +41,7 @@ pub(crate) struct Plan {
 
 impl<S: Storage> Qcow2<S> {
     /// Changes the disk's size. Growth reads as zeroes, and its space is taken as `fill` says; shrinking frees what lies
-    /// beyond the new end. One resize at a time; requests beyond the new end must not be under way.
+    /// beyond the new end. One resize at a time. Requests wait meanwhile; those beyond a new end that come later fail.
     ///
     /// # Errors
     /// `InvalidInput` for a size that is no multiple of 512 bytes or too large, or for `fill` when the disk does not
@@ -126,7 +126,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     async fn rearrange(&self, plan: &Plan) -> Result<()> {
-        let _all = self.ranges.exclusive(0, u64::MAX).await;
+        let _still = self.hold_still().await;
         let mut suspended = None;
         let made = self
             .next_generation(async |generation| {
@@ -198,12 +198,13 @@ impl<S: Storage> Qcow2<S> {
         if end == old.get() {
             return Ok(());
         }
+        let _inside = self.enter().await;
         if !take {
             return self.zero_by_data(below, old.get(), end, false).await;
         }
         let zeroes = IoVec::zeroes((end - old.get()) as usize)?;
         let writes = vec![(GuestOffset::new(old.get()), zeroes)];
-        self.write_batch(below, writes).await.pop().unwrap_or(Ok(()))
+        self.write_inside(below, writes).await.pop().unwrap_or(Ok(()))
     }
 
     /// After shrinking: the rest of the last cluster is nobody's any more, and other programs may not clear it when
@@ -215,6 +216,7 @@ impl<S: Storage> Qcow2<S> {
         if len == ByteLen::ZERO {
             return Ok(());
         }
+        let _inside = self.enter().await;
         match self.map(at, len).await? {
             Mapping::Data { .. } | Mapping::Compressed { .. } => {
                 self.zero_by_data(below, at.get(), end, false).await

@@ -25,7 +25,8 @@ impl Place {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// Makes a snapshot of the disk as it is now; returns its id. No request may be under way.
+    /// Makes a snapshot of the disk as it is now; returns its id. Requests wait meanwhile; what they
+    /// have completed before is in it.
     ///
     /// # Errors
     /// `InvalidInput` for a name that is too long, `Limit` when the image can't have more snapshots or its refcounts
@@ -42,27 +43,28 @@ impl<S: Storage> Qcow2<S> {
                 ),
             ));
         }
-        let _all = self.ranges.exclusive(0, u64::MAX).await;
+        let _still = self.hold_still().await;
         self.next_generation(async |generation| create(generation, new).await).await
     }
 
-    /// Takes the disk back to what it was when the snapshot was made, its size too. No request may be under way.
+    /// Takes the disk back to what it was when the snapshot was made, its size too. Requests wait
+    /// meanwhile.
     ///
     /// # Errors
     /// `NotFound` when there is no such snapshot; else as [`Self::create_snapshot`].
     pub async fn apply_snapshot(&self, which: SnapshotRef<'_>) -> Result<()> {
-        let _all = self.ranges.exclusive(0, u64::MAX).await;
+        let _still = self.hold_still().await;
         self.next_generation(async |generation| apply(generation, which).await).await?;
         self.track_all();
         Ok(())
     }
 
-    /// Deletes a snapshot; what only it used becomes free. No request may be under way.
+    /// Deletes a snapshot; what only it used becomes free. Requests wait meanwhile.
     ///
     /// # Errors
     /// As [`Self::apply_snapshot`].
     pub async fn delete_snapshot(&self, which: SnapshotRef<'_>) -> Result<()> {
-        let _all = self.ranges.exclusive(0, u64::MAX).await;
+        let _still = self.hold_still().await;
         self.next_generation(async |generation| delete(generation, which).await).await
     }
 }
