@@ -119,6 +119,7 @@ State (--state-dir):
   memory, as in most containers: give a container that is to be replaced a folder of the host's /run. A folder that is
   named and can't be used is refused; without any the server warns. A clean stop removes the file. State that doesn't fit, because another program has changed the image or the
   host was restarted, is refused, and dropped with --discard-state. Images of version 2 (compat=0.10) have no state.
+  Persistent bitmaps that record can't be trusted after a kill.
 
 Limits:
   layers of a backing chain         {chain}

@@ -22,7 +22,7 @@ mod state;
 mod text;
 
 pub use bedplate_qcow2::{BitmapChange, Passphrase};
-pub use bitmap::change_bitmap;
+pub use bitmap::{BitmapEdit, BitmapSource, change_bitmap};
 pub use chain::{ChainOptions, OpenLayer, OpenedDisk, open_chain, open_null};
 pub use check::{CheckOptions, CheckReport, Finding, Progress, Repair, Severity, check};
 pub use create::{Backing, CreateOptions, Created, create};

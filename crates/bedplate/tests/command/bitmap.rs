@@ -69,6 +69,86 @@ fn what_cannot_be_done_changes_nothing() -> Result<()> {
     Ok(())
 }
 
+/// What a bitmap marks, as a server at `uri` says.
+fn marked(bench: &Bench, uri: &str, name: &str) -> Result<Vec<(u64, u64)>> {
+    let word = format!("--map=qemu:dirty-bitmap:{name}");
+    let map = bench.tool_json("nbdinfo", &[&word, "--json", uri])?;
+    let all = map.as_array().map_or(&[][..], Vec::as_slice);
+    let number = |v: &Value| v.as_u64().unwrap_or(u64::MAX);
+    let dirty = all.iter().filter(|e| e["type"] == 1);
+    Ok(dirty.map(|e| (number(&e["offset"]), number(&e["length"]))).collect())
+}
+
+#[test]
+fn merged_bitmaps_mark_what_qemus_mark() -> Result<()> {
+    let test = "merged_bitmaps_mark_what_qemus_mark";
+    if !has_or_skip(test, "qemu-img") || !has_or_skip(test, "nbdinfo") {
+        return Ok(());
+    }
+    let bench = Bench::new()?;
+    let size = "9994752"; // no multiple of any granularity
+    bench.run(&["create", "-q", "a.qcow2", size])?.ok()?;
+    bench.run(&["create", "-q", "-o", "cluster_size=4k", "other.qcow2", size])?.ok()?;
+    let write = |image: &str, commands: &[&str]| {
+        let mut args = vec!["-f", "qcow2"];
+        commands.iter().for_each(|c| args.extend(["-c", *c]));
+        args.push(image);
+        bench.tool("qemu-io", &args)
+    };
+    for (image, name, granularity, commands) in [
+        ("a.qcow2", "fine", "512", &["write 700k 512", "write 3M 33k", "write 9994240 512"][..]),
+        ("a.qcow2", "coarse", "1M", &["write 5M 64k"]),
+        ("other.qcow2", "far", "16k", &["write 0 1k", "discard 8M 1M"]),
+    ] {
+        bench.run(&["bitmap", "--add", "-g", granularity, image, name])?.ok()?;
+        write(image, commands)?;
+        bench.run(&["bitmap", "--disable", image, name])?.ok()?;
+    }
+    bench.run(&["bitmap", "--add", "--disable", "-g", "64k", "a.qcow2", "all"])?.ok()?;
+    std::fs::copy(bench.path("a.qcow2"), bench.path("q.qcow2"))?;
+    let far = ["-b", "other.qcow2", "-F", "qcow2"];
+    for args in [
+        &["--merge", "fine", "--merge", "coarse", "FILE", "all"][..],
+        &["--merge", "far", far[0], far[1], far[2], far[3], "FILE", "all"],
+        &["--merge", "coarse", "FILE", "fine"],
+        &["--add", "--merge", "fine", "--disable", "-g", "4k", "FILE", "new"],
+    ] {
+        let with = |file| args.iter().map(move |w| if *w == "FILE" { file } else { *w });
+        let ours: Vec<&str> = ["bitmap"].into_iter().chain(with("a.qcow2")).collect();
+        bench.run(&ours)?.ok()?;
+        let theirs: Vec<&str> = ["bitmap"].into_iter().chain(with("q.qcow2")).collect();
+        bench.tool("qemu-img", &theirs)?;
+    }
+    assert_eq!(bitmaps(&bench, "a.qcow2")?, bitmaps(&bench, "q.qcow2")?);
+    for image in ["a.qcow2", "q.qcow2"] {
+        bench.tool("qemu-img", &["check", "-q", image])?;
+        bench.run(&["check", image])?.ok()?;
+    }
+    let all = |image: &str| -> Result<Vec<Vec<(u64, u64)>>> {
+        let mut args = vec!["--nbd", "./s", "--read-only", image];
+        let names = ["all", "fine", "coarse", "new"];
+        names.iter().for_each(|name| args.extend(["-B", *name]));
+        let serving = Serving::start(&bench, &args)?;
+        let at = uri(&serving.hello)?.to_owned();
+        let marks = names.iter().map(|name| marked(&bench, &at, name)).collect();
+        serving.stop()?;
+        marks
+    };
+    let marks = all("a.qcow2")?;
+    assert_eq!(marks, all("q.qcow2")?);
+    ensure!(marks[0].len() >= 5 && marks[1].len() >= 4, "{marks:?}");
+    let refuses = |args: &[&str], words: &[&str]| bench.refuses(args, 1, words);
+    bench.run(&["resize", "other.qcow2", "16M"])?.ok()?;
+    let words = ["merge 'far' into bitmap 'all'", "9994752", "16777216", "different sizes"];
+    let far = ["bitmap", "--merge", "far", far[0], far[1], "a.qcow2", "all"];
+    refuses(&far, &words)?;
+    refuses(&["bitmap", "--merge", "none", "a.qcow2", "all"], &["no bitmap 'none'"])?;
+    refuses(&["bitmap", "--merge", "all", "a.qcow2", "none"], &["no bitmap 'none'"])?;
+    let code = bench.run(&["bitmap", "--clear", "-b", "other.qcow2", "a.qcow2", "all"])?.code;
+    ensure!(code == 2, "a source without a merge");
+    Ok(())
+}
+
 /// A client that asked for both contexts waited for ever elsewhere, since the last part was not marked as such.
 #[test]
 fn clients_learn_over_nbd_what_was_changed() -> Result<()> {
@@ -79,14 +159,7 @@ fn clients_learn_over_nbd_what_was_changed() -> Result<()> {
     bench.run(&["create", "-q", "a.qcow2", "8M"])?.ok()?;
     bench.run(&["bitmap", "--add", "a.qcow2", "b0"])?.ok()?;
     bench.run(&["bitmap", "--add", "--disable", "-g", "4K", "a.qcow2", "b1"])?.ok()?;
-    let maps = |uri: &str, name: &str| -> Result<Vec<(u64, u64)>> {
-        let word = format!("--map=qemu:dirty-bitmap:{name}");
-        let map = bench.tool_json("nbdinfo", &[&word, "--json", uri])?;
-        let all = map.as_array().map_or(&[][..], Vec::as_slice);
-        let number = |v: &Value| v.as_u64().unwrap_or(u64::MAX);
-        let dirty = all.iter().filter(|e| e["type"] == 1);
-        Ok(dirty.map(|e| (number(&e["offset"]), number(&e["length"]))).collect())
-    };
+    let maps = |uri: &str, name: &str| marked(&bench, uri, name);
     let serving = Serving::start(&bench, &["--nbd", "./s", "-B", "b0", "-B", "b1", "a.qcow2"])?;
     let at = uri(&serving.hello)?.to_owned();
     ensure!(maps(&at, "b0")?.is_empty());

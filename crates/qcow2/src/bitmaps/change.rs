@@ -78,7 +78,17 @@ impl<S: Storage> Qcow2<S> {
             }
             (other, Some(index)) => self.change_entry(&mut directory, index, other).await?,
         };
-        self.replace_directory(old.as_ref(), &directory).await?;
+        self.take_over(old.as_ref(), &directory, dropped).await
+    }
+
+    /// Takes a new directory over, and frees what it has dropped.
+    pub(super) async fn take_over(
+        &self,
+        old: Option<&Directory>,
+        new: &Directory,
+        dropped: Vec<Freed>,
+    ) -> Result<()> {
+        self.replace_directory(old, new).await?;
         self.space.note_freed(dropped);
         // What is recorded where is another thing now; with the old list, bits would be stored in the wrong place.
         let list = find_bitmaps(&self.storage, &self.header(), self.tables.geo).await;
@@ -125,17 +135,7 @@ impl<S: Storage> Qcow2<S> {
         change: BitmapChange,
     ) -> Result<Vec<Freed>> {
         let Some(entry) = directory.entries.get_mut(index) else { return Ok(Vec::new()) };
-        if entry.bitmap.in_use() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "bitmap '{}' of '{}' can't be trusted, because a program that recorded changes in it did not end \
-                     well; it can only be removed",
-                    crate::format::printable(&entry.bitmap.name),
-                    self.storage.name()
-                ),
-            ));
-        }
+        self.check_trusted(&entry.bitmap)?;
         let flags = entry.bitmap.flags;
         match change {
             BitmapChange::Enable => entry.set_flags(flags | AUTO),
@@ -148,6 +148,22 @@ impl<S: Storage> Qcow2<S> {
             }
         }
         Ok(Vec::new())
+    }
+
+    /// Refuses a bitmap that a program was recording in when it ended badly.
+    pub(super) fn check_trusted(&self, bitmap: &Bitmap) -> Result<()> {
+        if !bitmap.in_use() {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "bitmap '{}' of '{}' can't be trusted, because a program that recorded changes in it did not end well; \
+                 it can only be removed",
+                crate::format::printable(&bitmap.name),
+                self.storage.name()
+            ),
+        ))
     }
 
     async fn new_bitmap(
@@ -211,7 +227,11 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// All clusters that a bitmap takes; with `table` those of its table too.
-    async fn clusters_of_bitmap(&self, bitmap: &Bitmap, table: bool) -> Result<Vec<Freed>> {
+    pub(super) async fn clusters_of_bitmap(
+        &self,
+        bitmap: &Bitmap,
+        table: bool,
+    ) -> Result<Vec<Freed>> {
         let mut clusters = Vec::new();
         for raw in self.read_bitmap_table(bitmap).await? {
             if let Some(host) = self.bitmap_entry(bitmap, raw)? {

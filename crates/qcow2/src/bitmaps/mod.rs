@@ -12,6 +12,7 @@
 mod change;
 mod directory;
 mod header;
+mod merge;
 mod resize;
 mod store;
 mod view;

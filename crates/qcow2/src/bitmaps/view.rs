@@ -5,19 +5,25 @@ use super::bits_of;
 use super::directory::Directory;
 use crate::image::Qcow2;
 use bedplate_storage::Storage;
-use bedplate_types::{Error, ErrorKind, Result};
+use bedplate_types::{ByteLen, Error, ErrorKind, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A look at a bitmap. One that is recording shows what is recorded as it goes on.
 #[derive(Clone, Debug)]
 pub struct BitmapView {
+    size: ByteLen,
     granularity_bits: u8,
     count: u64,
     bits: Arc<[AtomicU64]>,
 }
 
 impl BitmapView {
+    /// The size of the disk, as it was when the bitmap was looked at.
+    pub fn disk_size(&self) -> ByteLen {
+        self.size
+    }
+
     /// Bytes that a bit stands for.
     pub fn granularity(&self) -> u64 {
         1 << self.granularity_bits.min(63)
@@ -68,7 +74,8 @@ impl<S: Storage> Qcow2<S> {
             }
             let bits = tracked.bits.get().cloned().unwrap_or_default();
             let granularity_bits = tracked.bitmap.granularity_bits;
-            return Ok(BitmapView { granularity_bits, count: tracked.count, bits });
+            let (size, count) = (self.size(), tracked.count);
+            return Ok(BitmapView { size, granularity_bits, count, bits });
         }
         let directory = Directory::read(&self.storage, &self.header()).await?;
         let found = directory.iter().flat_map(Directory::bitmaps).find(|b| b.name == name);
@@ -87,7 +94,8 @@ impl<S: Storage> Qcow2<S> {
         let fits = Tracked::new(bitmap, 0, self.size(), self.tables.geo)?;
         let (count, _) = bits_of(self.size(), bitmap.granularity_bits);
         let bits = self.load_bits(&fits.bitmap, count).await?;
-        Ok(BitmapView { granularity_bits: bitmap.granularity_bits, count, bits })
+        let (size, granularity_bits) = (self.size(), bitmap.granularity_bits);
+        Ok(BitmapView { size, granularity_bits, count, bits })
     }
 }
 
@@ -99,7 +107,8 @@ mod tests {
     fn runs_end_where_the_bits_change_or_the_question_ends() {
         let word = |w: u64| AtomicU64::new(w);
         let bits = [word(u64::MAX << 60), word(u64::MAX), word(0b1), word(0)];
-        let view = BitmapView { granularity_bits: 9, count: 250, bits: bits.into() };
+        let size = ByteLen::new(250 << 9);
+        let view = BitmapView { size, granularity_bits: 9, count: 250, bits: bits.into() };
         assert_eq!(view.run(0, 1 << 30), (false, 60 << 9));
         assert_eq!(view.run((60 << 9) + 100, 1 << 30), (true, (69 << 9) - 100));
         assert_eq!(view.run(129 << 9, 1000), (false, 1000));

@@ -17,6 +17,8 @@ pub(super) enum Change {
     Delete(usize),
     Resize(u64, Preallocation),
     Bitmap(BitmapChange),
+    /// The bitmap with itself: all of it is written anew, and says what it said.
+    Merge,
 }
 
 impl Change {
@@ -34,6 +36,7 @@ impl Change {
                 }
             }
             Self::Bitmap(BitmapChange::Remove) => world.base = None,
+            Self::Merge => {}
             Self::Bitmap(_) => world.base = Some(before.content.clone()),
         }
         world
@@ -58,6 +61,10 @@ impl Change {
             Self::Delete(n) => Run::wait(seed, qcow2.delete_snapshot(id(n))),
             Self::Resize(size, fill) => Run::wait(seed, open.disk.resize(ByteLen::new(size), fill)),
             Self::Bitmap(change) => Run::wait(seed, qcow2.change_bitmap(b"changes", change)),
+            Self::Merge => Run::wait(seed, async {
+                let view = qcow2.bitmap(b"changes").await?;
+                qcow2.merge_bitmap(b"changes", &view).await
+            }),
         }
     }
 }
@@ -76,6 +83,7 @@ impl Run {
         let count = self.world().snapshots.len() as u64;
         let chosen = self.rng.below(count.max(1)) as usize;
         match what {
+            What::Bitmap if self.world().base.is_some() && self.rng.chance(30) => Change::Merge,
             What::Bitmap => Change::Bitmap(match self.world().base.is_some() {
                 false => {
                     let granularity = self.rng.chance(70).then(|| 512 << self.rng.below(8));
