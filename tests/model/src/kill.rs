@@ -9,7 +9,7 @@ use bedplate_qcow2::{JournalOwner, JournalStart, NewSnapshot, Qcow2, SnapshotRef
 use bedplate_sim::exec::{Pool, block_on};
 use bedplate_sim::{DiscardMode, Image, Rng, SimOptions, SimStorage};
 use bedplate_storage::{SharedWords, Storage};
-use bedplate_types::{CacheMode, ErrorKind};
+use bedplate_types::{CacheMode, Error, ErrorKind};
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -28,8 +28,10 @@ pub struct Kills {
     pub refused: u64,
     /// Kills while an image was being opened or closed.
     pub between: u64,
-    /// Snapshots made, applied and deleted.
+    /// Snapshots made and deleted.
     pub snapshots: u64,
+    /// Kills while one was made or deleted.
+    pub within: u64,
 }
 
 const OWNER: JournalOwner = JournalOwner { boot: [1, 2], file: [3, 4, 5, 6] };
@@ -48,6 +50,15 @@ fn memory(spec: &Spec, rng: &mut Rng) -> Arc<dyn SharedWords> {
     Arc::new(words)
 }
 
+/// Makes a snapshot, or deletes it.
+async fn turn(open: &Open, create: bool) -> Result<(), Error> {
+    if create {
+        let new = NewSnapshot { name: b"s", date: Duration::ZERO };
+        return open.qcow2.create_snapshot(&new).await.map(drop);
+    }
+    open.qcow2.delete_snapshot(SnapshotRef::Name(b"s")).await
+}
+
 /// One run: the storage and the memory that stay, and what is done with them.
 struct Run {
     bed: Bed,
@@ -56,8 +67,6 @@ struct Run {
     memory: Arc<dyn SharedWords>,
     rng: Rng,
     stats: Kills,
-    /// There is a snapshot that was made here.
-    kept: bool,
 }
 
 /// What one process did before it was killed.
@@ -101,26 +110,37 @@ impl Run {
         self.last_requests()
     }
 
-    /// Makes, applies or deletes a snapshot, which replaces much of the metadata; or one is there already.
-    fn snapshot(&mut self, open: &Open) -> Result<(), String> {
-        let spec = &self.bed.spec;
-        if spec.seeds.snapshots > 0 || spec.data_file.is_some() || !self.rng.chance(25) {
+    /// Makes or deletes a snapshot, which replaces much of the metadata; or one is there already.
+    fn snapshot(&mut self, open: &Open, content: &[u8]) -> Result<(), String> {
+        if !self.may_snapshot() || !self.rng.chance(25) {
             return Ok(());
         }
-        let new = NewSnapshot { name: b"s", date: Duration::ZERO };
-        let which = SnapshotRef::Name(b"s");
-        let result = if self.kept {
-            block_on(open.qcow2.delete_snapshot(which))
-        } else {
-            block_on(open.qcow2.create_snapshot(&new)).map(drop)
-        };
-        match result {
-            Ok(()) => self.kept = !self.kept,
+        match block_on(turn(open, self.bed.kept.is_empty())) {
+            Ok(()) => self.stats.snapshots += 1,
             // Refcounts of one bit can't count them.
             Err(e) if e.kind() == ErrorKind::Limit => return Ok(()),
             Err(e) => return Err(format!("snapshot: {e:#}")),
         }
-        self.stats.snapshots += 1;
+        self.find_snapshot(open, content)
+    }
+
+    /// Images have snapshots from the start, or one now and then, or none.
+    fn may_snapshot(&self) -> bool {
+        let spec = &self.bed.spec;
+        spec.seeds.snapshots == 0 && spec.data_file.is_none()
+    }
+
+    /// Whether there is a snapshot now; one that was not there before was made when the disk held `content`.
+    fn find_snapshot(&mut self, open: &Open, content: &[u8]) -> Result<(), String> {
+        if !self.may_snapshot() {
+            return Ok(());
+        }
+        let list = block_on(open.qcow2.snapshots()).map_err(|e| format!("{e:#}"))?;
+        match (list.is_empty(), self.bed.kept.is_empty()) {
+            (true, false) => self.bed.kept.clear(),
+            (false, true) => self.bed.kept.push(("s".to_owned(), content.to_vec())),
+            _ => {}
+        }
         Ok(())
     }
 
@@ -160,6 +180,16 @@ impl Run {
                 return Err("deadlock".to_owned());
             }
             self.stats.busy += u64::from(pool.unfinished() > 0);
+            if pool.unfinished() == 0 && self.may_snapshot() && self.rng.chance(50) {
+                let create = self.bed.kept.is_empty();
+                pool.spawn(async move {
+                    // What became of it is seen when the image is opened again.
+                    drop(turn(open, create).await);
+                });
+                let polls = self.rng.below(100);
+                (0..polls).take_while(|_| pool.step()).for_each(drop);
+                self.stats.within += pool.unfinished() as u64;
+            }
         }
         if let Some(trouble) = shared.troubles.borrow().first() {
             return Err(format!("{} failed: {:#}", trouble.what, trouble.error));
@@ -288,13 +318,13 @@ pub fn survive_kills(seed: u64, profile: Profile, kills: u64) -> Result<Kills, S
     }
     let memory = memory(&bed.spec, &mut rng);
     let storage = SimStorage::from_image(bed.image.clone(), SimOptions::default());
-    let mut run = Run { bed, profile, storage, memory, rng, stats: Kills::default(), kept: false };
+    let mut run = Run { bed, profile, storage, memory, rng, stats: Kills::default() };
     let options = run.options();
     run.storage = SimStorage::from_image(run.bed.image.clone(), options);
     let mut content = run.bed.content.clone();
     for _ in 0..1 + run.rng.below(kills) {
         let open = run.open()?;
-        run.snapshot(&open)?;
+        run.snapshot(&open, &content)?;
         let life = run.live(&open, &content)?;
         drop(open);
         run.stats.kills += 1;
@@ -307,6 +337,7 @@ pub fn survive_kills(seed: u64, profile: Profile, kills: u64) -> Result<Kills, S
         content = read_all(&open.disk).map_err(|e| format!("{e:#}"))?;
         Run::compare(&life, &life.oracle.at_rest(life.now), &content)
             .map_err(|e| format!("after kill {}: {e}\n  on {:?}", run.stats.kills, run.bed.spec))?;
+        run.find_snapshot(&open, &content)?;
         let medium = run.storage.image();
         let image = run.bed.metadata(&medium);
         if !is_dirty(&image) {

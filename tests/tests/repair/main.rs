@@ -16,6 +16,8 @@ use std::collections::BTreeSet;
 
 /// The errno of a device that fails.
 const EIO: i32 = 5;
+/// That of one that is full.
+const ENOSPC: i32 = 28;
 
 fn spec(rng: &mut Rng) -> Spec {
     let mut spec = if rng.chance(25) { Spec::subclusters(rng) } else { Spec::tiny(rng) };
@@ -119,6 +121,37 @@ impl Expected {
     }
 }
 
+impl Expected {
+    /// Lets each request of the repair fail in turn, in all ways; returns how many did.
+    fn fail_in_turn(&self, damaged: &Damaged) -> Result<u64, String> {
+        let mut struck = 0;
+        for n in 0.. {
+            let once = Fault::nth(n, EIO);
+            let ways = [once.clone(), once.clone().forever(), once.torn(), Fault::nth(n, ENOSPC)];
+            for (way, fault) in ways.into_iter().enumerate() {
+                let storage = SimStorage::from_image(damaged.image.clone(), SimOptions::default());
+                storage.inject(fault);
+                let done = run(&storage, self.what);
+                if storage.counts().failed == 0 {
+                    return Ok(struck);
+                }
+                struck += 1;
+                let told = |e: String| format!("request {n}, way {way}: {e}");
+                if done.is_ok() {
+                    return Err(told("the failure was not told".to_owned()));
+                }
+                storage.clear_faults();
+                self.examine(&storage.image()).map_err(told)?;
+                for state in storage.crash_point().states(n, 2) {
+                    self.examine(&state.image)
+                        .map_err(|e| told(format!("and a power cut: {e}\n  {state}")))?;
+                }
+            }
+        }
+        Ok(struck)
+    }
+}
+
 fn with_name(state: &CrashState) -> String {
     format!("power cut while it was repaired: {state}")
 }
@@ -164,25 +197,19 @@ fn a_repair_of_leaks_may_be_cut_off_at_any_moment() {
 
 #[test]
 fn an_io_error_at_any_request_of_a_repair_is_told_and_does_no_harm() {
+    let mut faults = 0;
     for_seeds("repair on a failing device", seeds(6, 200), |seed| {
         let mut rng = Rng::new(seed);
         let bed = Bed::new(spec(&mut rng), &mut rng);
         let damaged = Damaged::new(&bed, &mut rng);
         let told = |e| format!("{e}\n  {}\n  {:?}", damaged.story.join("\n  "), bed.spec);
-        let expected = Expected::new(&bed, &damaged, Repair::All).map_err(told)?;
-        for n in 0.. {
-            let storage = SimStorage::from_image(damaged.image.clone(), SimOptions::default());
-            storage.inject(Fault::nth(n, EIO).torn());
-            let done = run(&storage, Repair::All);
-            if storage.counts().failed == 0 {
-                break;
-            }
-            if done.is_ok() {
-                return Err(told(format!("the failure of request {n} was not told")));
-            }
-            storage.clear_faults();
-            expected.examine(&storage.image()).map_err(|e| told(format!("request {n}: {e}")))?;
+        for what in [Repair::All, Repair::Leaks] {
+            let expected = Expected::new(&bed, &damaged, what).map_err(told)?;
+            faults +=
+                expected.fail_in_turn(&damaged).map_err(|e| told(format!("{what:?}: {e}")))?;
         }
         Ok(())
     });
+    println!("repair on a failing device: {faults} faults");
+    assert!(faults > 500, "only {faults} faults");
 }
