@@ -2,7 +2,8 @@
 //! each sector must hold a value that it had at or after the last completed flush.
 
 use bedplate_model::{
-    BelowSpec, Budget, DataFile, Profile, Seeds, Spec, examine, for_seeds, qemu, record, seeds,
+    BelowSpec, Budget, DataFile, Profile, Seeds, Spec, examine, for_seeds, matrix, qemu, record,
+    seeds,
 };
 use bedplate_qcow2::OrderRule;
 use bedplate_sim::Rng;
@@ -119,6 +120,20 @@ const FLUSHING: Profile = Profile { spec: plain, flush: 30, fua: 20, ..Profile::
 #[test]
 fn i6_after_any_power_cut_the_image_is_sound_and_reads_allowed_values() {
     survive("mixed work", Profile::MIXED, 60);
+}
+
+#[test]
+fn i6_after_any_power_cut_on_every_kind_of_image() {
+    let budget = Budget { points: 15, states: 4, use_one_in: 20, qemu_one_in: 1000 };
+    let profile = Profile { spec: matrix::any, ..Profile::MIXED };
+    survive_on("every kind", profile, (50, 2000), budget, 25);
+    survive_on(
+        "every kind, with bitmaps",
+        Profile { bitmap: true, ..profile },
+        (20, 500),
+        budget,
+        25,
+    );
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! have lost metadata takes no more changes, and what is left behind is sound.
 
 use bedplate_model::{
-    Budget, Profile, Recorded, Seeds, Spec, check_image, examine, for_seeds, record, seeds,
+    Budget, Profile, Recorded, Seeds, Spec, check_image, examine, for_seeds, matrix, record, seeds,
     verify_now,
 };
 use bedplate_sim::{Fault, OpKind, Rng};
@@ -201,6 +201,11 @@ fn i6_after_a_fault_and_a_power_cut_every_sector_is_as_it_may_be() {
 #[test]
 fn i5_i6_faults_at_any_request_over_subclusters() {
     sweep_all("subclusters", Profile { spec: Spec::subclusters, zero: 20, ..SHORT }, 4);
+}
+
+#[test]
+fn i5_i6_faults_at_any_request_over_every_kind_of_image() {
+    sweep_all("every kind", Profile { spec: matrix::any, ..SHORT }, 4);
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! The program is killed at any moment of random work: what had completed is there when the image is opened again.
 
-use bedplate_model::{BelowSpec, Kills, Profile, Seeds, Spec, for_seeds, seeds, survive_kills};
+use bedplate_model::{
+    BelowSpec, Kills, Profile, Seeds, Spec, for_seeds, matrix, seeds, survive_kills,
+};
 use bedplate_qcow2::OrderRule;
 use bedplate_sim::Rng;
 
@@ -54,6 +56,11 @@ fn i11_what_was_completed_survives_kills_of_the_program() {
     let kills = survive("mixed work", RARE_FLUSHES, 300);
     let seen = kills.refused.min(kills.between).min(kills.snapshots).min(kills.within);
     assert!(seen > 0, "something did not come up: {kills:?}");
+}
+
+#[test]
+fn i11_on_every_kind_of_image() {
+    survive("every kind", Profile { spec: matrix::any, ..RARE_FLUSHES }, 60);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Work on whole images: whatever is done between writes, the image stays sound and holds what it must, and a power cut
 //! at any moment leaves it as it was before the step or as it is after.
 
-use bedplate_model::{Chores, Seeds, Spec, for_seeds, seeds, upkeep};
+use bedplate_model::{Chores, Seeds, Spec, for_seeds, matrix, seeds, upkeep};
 use bedplate_qcow2::OrderRule;
 use bedplate_sim::Rng;
 
@@ -114,6 +114,14 @@ fn a_change_of_a_bitmap_that_fails_is_told_and_harms_nothing() {
     let faults = Chores { faults: true, ..Chores::BITMAPS };
     let (_, failed, _) = chores("bitmaps and faults", (50, 2000), faults);
     assert!(failed > 20, "only {failed} failed");
+}
+
+#[test]
+fn i6_a_power_cut_leaves_any_change_of_every_kind_of_image_done_or_not_begun() {
+    let all = Chores { bitmap: 15, resize: 20, spec: matrix::any, ..Chores::SNAPSHOTS };
+    let cut = Chores { states: 100, steps: 8, write: 30, ..all };
+    let (.., states) = chores("every kind and power cuts", (12, 1000), cut);
+    assert!(states > 400, "only {states} states");
 }
 
 #[test]

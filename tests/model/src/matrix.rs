@@ -7,6 +7,7 @@ use crate::spec::{BelowKind, BelowSpec, DataFile, Seeds, Spec};
 use bedplate_qcow2::format::{CompressionType, NewImage};
 use bedplate_sim::{Rng, SECTOR};
 use bedplate_types::ByteLen;
+use std::sync::LazyLock;
 
 /// How many properties a kind has.
 const PROPERTIES: usize = 9;
@@ -243,6 +244,18 @@ pub fn covering() -> Vec<Kind> {
         }
     }
     chosen
+}
+
+/// An image of any kind, for profiles.
+pub fn any(rng: &mut Rng) -> Spec {
+    static KINDS: LazyLock<Vec<Kind>> = LazyLock::new(all);
+    // Half of them are encrypted, and opening those takes long.
+    loop {
+        let Some(kind) = KINDS.get(rng.below(KINDS.len() as u64) as usize) else { continue };
+        if !kind.luks || rng.chance(10) {
+            return kind.spec(rng);
+        }
+    }
 }
 
 #[cfg(test)]

@@ -346,11 +346,11 @@ async fn compressed(shared: &Shared<'_>, rng: &mut Rng) {
     let result = shared.open.disk.write_compressed(GuestOffset::new(at), buf).await;
     let end = shared.tick();
     shared.log(|| format!("end of write compressed {number}: {result:?}"));
-    // Only clusters that hold nothing can be written so, and none of a data file.
-    let none = shared.spec.data_file.map(|_| ErrorKind::Unsupported);
+    // Only clusters that hold nothing can be written so, and none of a data file or an encrypted image.
+    let none = shared.spec.data_file.is_some() || shared.spec.luks;
     let refused = matches!(
         &result,
-        Err(e) if e.kind() == ErrorKind::InvalidInput || Some(e.kind()) == none
+        Err(e) if e.kind() == ErrorKind::InvalidInput || none && e.kind() == ErrorKind::Unsupported
     );
     let good = refused || shared.note("write compressed", result, poisoned);
     shared.oracle.borrow_mut().end(pending, end, outcome(shared, good && !refused, false));
