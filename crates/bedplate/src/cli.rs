@@ -1,6 +1,6 @@
 //! The words of the command line.
 
-use crate::{bitmap, check, create, info, map, qemu_io, resize, serve, snapshot};
+use crate::{bench, bitmap, check, create, info, map, qemu_io, resize, serve, snapshot};
 use bedplate_types::limits;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -56,6 +56,7 @@ pub enum Verb {
     Snapshot(snapshot::SnapshotArgs),
     Bitmap(bitmap::BitmapArgs),
     Serve(serve::ServeArgs),
+    Bench(bench::BenchArgs),
     QemuIo(qemu_io::QemuIoArgs),
 }
 

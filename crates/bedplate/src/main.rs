@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod attach;
+mod bench;
 mod bitmap;
 mod check;
 mod cli;
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
         Verb::Bitmap(args) => bitmap::run(&args),
         Verb::Snapshot(args) => snapshot::run(&args),
         Verb::Serve(args) => serve::run(&args),
+        Verb::Bench(args) => bench::run(args),
         Verb::QemuIo(args) => return qemu_io::run(args.words.into_iter()),
     };
     match done {

@@ -18,7 +18,7 @@ use std::time::Duration;
 /// Longest reply to an option, and longest chunk besides data, that is believed.
 const MAX_PAYLOAD: u32 = 1 << 20;
 
-enum Socket {
+pub(crate) enum Socket {
     Unix(UnixStream),
     Tcp(TcpStream),
 }
@@ -69,7 +69,7 @@ pub struct Client {
     reads: HashMap<u64, (u64, u32)>,
 }
 
-fn broken(what: &str) -> Error {
+pub(crate) fn broken(what: &str) -> Error {
     Error::new(ErrorKind::Protocol, format!("the NBD server broke the protocol: {what}"))
 }
 
@@ -102,6 +102,15 @@ impl Client {
         }
         client.send_raw(&flags.to_be_bytes())?;
         Ok(client)
+    }
+
+    /// The bare connection, for [`crate::pipe::Pipe`].
+    pub(crate) fn into_socket(self) -> Result<Socket> {
+        if self.structured || !self.reads.is_empty() {
+            let text = "a pipe needs an NBD connection with simple replies and nothing in flight";
+            return Err(Error::new(ErrorKind::InvalidInput, text));
+        }
+        Ok(self.socket)
     }
 
     /// Sends bytes as they are.

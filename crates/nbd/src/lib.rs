@@ -16,6 +16,7 @@ pub mod device;
 mod disk;
 mod listen;
 pub mod negotiate;
+pub mod pipe;
 mod pool;
 pub mod proto;
 #[cfg(test)]

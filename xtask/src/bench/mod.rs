@@ -23,6 +23,9 @@ const MIB: u64 = 1 << 20;
 /// The parts of a disk that are written and read.
 const REGION: u64 = 512 * MIB;
 
+/// Fills a disk quickly.
+const FILL: [&str; 3] = ["--mix=write", "--block=64K", "--depth=8"];
+
 /// What one run measured.
 #[derive(Clone, Copy, Debug)]
 struct Measured {
@@ -36,7 +39,6 @@ struct Measured {
 /// What all runs share.
 struct Bench {
     bedplate: PathBuf,
-    load: PathBuf,
     device: PathBuf,
     folder: PathBuf,
     /// Sockets and logs.
@@ -58,13 +60,11 @@ pub fn run(quick: bool) -> Result<()> {
     }
     eprintln!("bench: building in the release profile");
     let bedplate = paths::build_bedplate("release")?;
-    let load = paths::build("release", "bedplate-load", "bedplate-load")?;
     let device = zram::Zram::new(REGION)?;
     let mounted = zram::Mounted::new(6 * 1024 * MIB, &paths::target().join("bench-xfs"))?;
     let (seconds, rounds) = if quick { (0.7, 1) } else { (3.0, 5) };
     let bench = Bench {
         bedplate,
-        load,
         device: device.device()?,
         folder: mounted.folder().to_path_buf(),
         work: tempfile::tempdir()?,
@@ -113,7 +113,7 @@ impl Bench {
         let file = std::fs::File::create(self.raw_file())?;
         file.set_len(REGION)?;
         for path in [&self.device, &self.raw_file()] {
-            self.load("native", path, &["op=write", "block=65536", "depth=8"], true)?;
+            self.load(Some(path), None, &FILL, true)?;
         }
         Ok(())
     }
@@ -157,7 +157,7 @@ impl Bench {
                 Target::XfsFile => self.raw_file(),
                 _ => self.device.clone(),
             };
-            return self.load("native", &path, &words, row.once);
+            return self.load(Some(&path), None, &words, row.once);
         }
         let image = self.image(row, subject)?;
         let socket = self.work.path().join("blk");
@@ -177,13 +177,9 @@ impl Bench {
         };
         let server = Server::start(&config, &self.work.path().join("server.log"))?;
         if matches!(row.target, Target::Qcow2 { .. }) && !row.once {
-            self.load("vhost", &socket, &["op=write", "block=65536", "depth=8"], true)?;
+            self.load(None, Some((&socket, &server)), &FILL, true)?;
         }
-        let before = server.cpu_time()?;
-        let mut measured = self.load("vhost", &socket, &words, row.once)?;
-        let cpu = server.cpu_time()?.saturating_sub(before);
-        let requests = if row.once { REGION as f64 / 4096.0 } else { measured.iops * self.seconds };
-        measured.cpu_us = cpu.as_secs_f64() * 1e6 / requests.max(1.0);
+        let measured = self.load(None, Some((&socket, &server)), &words, row.once)?;
         server.stop()?;
         if let Target::Qcow2 { .. } = row.target {
             let (code, text) = host::qemu_img_check(Path::new(&image))?;
@@ -218,24 +214,42 @@ impl Bench {
         Ok(path.display().to_string())
     }
 
-    /// Runs the load program, which prints what it measured as JSON.
-    fn load(&self, kind: &str, path: &Path, words: &[&str], once: bool) -> Result<Measured> {
-        let mut command = Command::new(&self.load);
-        command.arg(kind).arg(path).args(words).arg(format!("region={REGION}"));
-        if !once {
-            command.arg(format!("seconds={}", self.seconds));
+    /// Runs a load on a file, or on a server's socket, and gives what it measured.
+    fn load(
+        &self,
+        file: Option<&Path>,
+        server: Option<(&Path, &Server)>,
+        words: &[&str],
+        once: bool,
+    ) -> Result<Measured> {
+        let mut command = Command::new(&self.bedplate);
+        command.args(["bench", "run"]);
+        if let Some(path) = file {
+            command.arg(path).arg("--destroy").arg(path);
+        }
+        if let Some((socket, server)) = server {
+            command.arg(format!("vhost-user-blk:{}", socket.display()));
+            command.arg("--destroy").arg(socket);
+            command.arg(format!("--server-pid={}", server.id()));
+        }
+        command.args(words).arg(format!("--region={REGION}")).arg("--json");
+        if once {
+            command.args(["--pass", "--final-flush"]);
+        } else {
+            command.arg(format!("--seconds={}", self.seconds));
         }
         let text = host::run(&mut command)?;
-        let value: serde_json::Value = serde_json::from_str(&text)
-            .with_context(|| format!("the load program said {text:?}"))?;
-        let number = |key: &str| {
-            value[key].as_f64().with_context(|| format!("the load program gave no {key}"))
+        let value: serde_json::Value =
+            serde_json::from_str(&text).with_context(|| format!("the load said {text:?}"))?;
+        let outcome = &value["runs"][0]["outcome"];
+        let number = |value: &serde_json::Value, key: &str| {
+            value[key].as_f64().with_context(|| format!("the load gave no {key}"))
         };
         Ok(Measured {
-            iops: number("iops")?,
-            mean_us: number("mean_us")?,
-            p99_us: number("p99_us")?,
-            cpu_us: 0.0,
+            iops: number(outcome, "iops")?,
+            mean_us: number(&outcome["latency"], "mean_ns")? / 1000.0,
+            p99_us: number(&outcome["latency"], "p99_ns")? / 1000.0,
+            cpu_us: outcome["cpu"]["server_us_per_request"].as_f64().unwrap_or(0.0),
         })
     }
 }

@@ -89,14 +89,14 @@ pub fn all() -> Vec<Row> {
 }
 
 impl Row {
-    /// The load program's words for this row.
+    /// The words of `bedplate bench run` for this row.
     pub fn words(&self) -> Vec<String> {
-        let op = if self.write { "write" } else { "read" };
         vec![
-            format!("op={op}"),
-            "block=4096".to_owned(),
-            format!("depth={}", self.depth),
-            format!("queues={}", self.queues),
+            format!("--mix={}", if self.write { "write" } else { "read" }),
+            format!("--depth={}", self.depth),
+            format!("--jobs={}", self.queues),
+            // At millions of requests a second each measured latency counts.
+            format!("--sample={}", if self.depth == 1 { 1 } else { 16 }),
         ]
     }
 

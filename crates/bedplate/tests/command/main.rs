@@ -1,5 +1,6 @@
 //! The command as its users meet it: words, output, exit codes, and files left alone when something is refused.
 
+mod bench;
 mod bitmap;
 mod check;
 mod create;

@@ -9,7 +9,7 @@ use std::process::Stdio;
 fn help_names_the_limits_and_gives_examples() -> Result<()> {
     let bench = Bench::new()?;
     let help = bench.run(&["--help"])?.ok()?.out;
-    for verb in ["create", "info", "check", "map", "serve"] {
+    for verb in ["create", "info", "check", "map", "serve", "bench"] {
         ensure!(help.contains(&format!("\n  {verb} ")), "{verb} is not in\n{help}");
         let own = bench.run(&[verb, "--help"])?.ok()?.out;
         ensure!(own.contains("Example") && own.contains(&format!("bedplate {verb} ")), "{own}");

@@ -212,3 +212,48 @@ fn a_list_and_an_unknown_export_are_answered_and_the_next_option_is_heard() {
     assert_eq!(c.go(b"none", FULL).expect("replies"), Err(reply::ERR_UNKNOWN));
     assert!(c.go(b"ro", FULL).expect("replies").is_ok());
 }
+
+#[test]
+fn a_pipe_keeps_many_requests_in_flight_and_none_is_lost() {
+    use crate::pipe::{Pipe, PipeOp};
+    let s = serve(false, options());
+    let mut pipe = Pipe::new(s.client(b"disk", Wanted::default()), 8, 100_000).expect("a pipe");
+    let finish = |pipe: &mut Pipe, mut left: usize| {
+        let mut done = Vec::new();
+        while left > 0 {
+            pipe.exchange(None).expect("replies");
+            while let Some(one) = pipe.take() {
+                done.push(one);
+                left -= 1;
+            }
+        }
+        done.sort_unstable();
+        done
+    };
+    let all: Vec<(usize, u32)> = (0..8).map(|slot| (slot, 0)).collect();
+    for slot in 0..8 {
+        pipe.put(slot, &vec![slot as u8 + 1; 100_000]).expect("room");
+        pipe.push(slot, PipeOp::Write, slot as u64 * 100_000, 100_000).expect("pushed");
+    }
+    assert!(pipe.put(0, &[1]).is_err(), "in flight");
+    assert_eq!(finish(&mut pipe, 8), all);
+    // Each slot reads what its neighbour wrote.
+    for slot in 0..8 {
+        pipe.push(slot, PipeOp::Read, (slot as u64 + 1) % 8 * 100_000, 100_000).expect("pushed");
+    }
+    assert_eq!(finish(&mut pipe, 8), all);
+    let mut back = vec![0; 100_000];
+    for slot in 0..8 {
+        pipe.get(slot, &mut back).expect("free");
+        assert!(back.iter().all(|&b| usize::from(b) == (slot + 1) % 8 + 1));
+    }
+    pipe.push(0, PipeOp::Flush, 0, 0).expect("pushed");
+    pipe.push(1, PipeOp::Trim, 0, 4096).expect("pushed");
+    pipe.push(2, PipeOp::Read, 1 << 20, 512).expect("pushed");
+    let done = finish(&mut pipe, 3);
+    assert_eq!((done[0], done[1].0), ((0, 0), 1));
+    assert_ne!(done[2].1, 0, "a read beyond the end");
+    pipe.exchange(Some(std::time::Duration::ZERO)).expect("nothing in flight");
+    let structured = Wanted { structured: true, allocation: false };
+    assert!(Pipe::new(s.client(b"disk", structured), 1, 512).is_err());
+}

@@ -1,12 +1,13 @@
 //! A vhost-user-blk front end in user space, to test and to measure any back end without a virtual machine.
 //!
 //! Callers: this crate's tests, the tests across crates, and benchmarks. [`Client`] connects and sets rings up,
-//! [`Queue`] sends single requests and raw chains (bad ones too), [`load`] runs closed loops at full speed.
+//! [`Queue`] sends single requests and raw chains (bad ones too), [`Slots`] keeps many in flight at full speed.
 
-pub mod load;
 mod queue;
+mod slots;
 
 pub use queue::{Answer, Buffer, Queue};
+pub use slots::{SlotOp, Slots};
 
 use bedplate_types::{Error, ErrorKind, Result};
 use bedplate_virtio::config::CONFIG_BYTES;
@@ -75,6 +76,29 @@ pub struct Client {
     features: u64,
     protocol: VhostUserProtocolFeatures,
     queues: Vec<Queue>,
+}
+
+/// What of the agreed features a load must know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    /// The disk can't be written.
+    pub read_only: bool,
+    /// Flushes may be sent.
+    pub flush: bool,
+    /// Discards may be sent.
+    pub discard: bool,
+}
+
+impl Features {
+    /// What this client agreed on.
+    pub fn of(client: &Client) -> Self {
+        let has = |flag| client.features & flag != 0;
+        Self {
+            read_only: has(spec::BLK_F_RO),
+            flush: has(spec::BLK_F_FLUSH),
+            discard: has(spec::BLK_F_DISCARD),
+        }
+    }
 }
 
 /// Says what failed, for a failed call of the crate `vhost`.

@@ -1,11 +1,40 @@
 //! Loads: many requests at once, on all queues, with nothing lost.
 
-use crate::rig::{Rig, SIZE, null, raw};
+use crate::rig::{Rig, SIZE, raw};
 use bedplate_vhost_user::BlkOptions;
-use bedplate_vhost_user::frontend::load::{LoadSpec, Step, run, run_steps};
-use bedplate_vhost_user::frontend::{Client, ClientOptions};
+use bedplate_vhost_user::frontend::{Client, ClientOptions, Queue, SlotOp, Slots};
 use bedplate_virtio::spec;
 use std::time::Duration;
+
+/// Sends `count` requests, `depth` at a time: every third a write, every 50th a flush. Gives how many were well.
+fn closed_loop(queue: Queue, depth: u16, count: u32) -> u32 {
+    let (number, spin) = (queue.index() as u64, Some(Duration::from_micros(20)));
+    let mut slots = Slots::new(queue, depth, 4096, spin).expect("slots");
+    let part = SIZE / 4 / 4096;
+    let (mut sent, mut done, mut well) = (0, 0, 0);
+    let mut free: Vec<u16> = (0..depth).collect();
+    while done < count {
+        while let Some(slot) = free.pop_if(|_| sent < count) {
+            let at = (number * part + u64::from(sent) * 7919 % part) * 4096;
+            match sent {
+                n if n % 50 == 49 => slots.push(slot, SlotOp::Flush, 0, 0),
+                n if n % 3 == 0 => slots.push(slot, SlotOp::Write, at, 4096),
+                _ => slots.push(slot, SlotOp::Read, at, 4096),
+            }
+            .expect("push");
+            sent += 1;
+        }
+        slots.publish();
+        assert!(slots.wait(None).expect("answers"));
+        while let Some((slot, ok)) = slots.take() {
+            assert!(!free.contains(&slot), "completed twice");
+            free.push(slot);
+            well += u32::from(ok);
+            done += 1;
+        }
+    }
+    well
+}
 
 #[test]
 fn every_request_of_a_load_completes_once() {
@@ -17,36 +46,42 @@ fn every_request_of_a_load_completes_once() {
         let queues = usize::from(queues);
         let mut client =
             rig.client(&ClientOptions { queues, features, ..ClientOptions::default() });
-        let load = LoadSpec {
-            read_percent: 50,
-            depth,
-            region: SIZE,
-            spin: Some(Duration::from_micros(20)),
-            ..LoadSpec::default()
-        };
-        let steps = |q: usize| load.steps(q, queues).take(2000);
-        let (result, given_back) = run_steps(client.take_queues(), &load, steps).expect("load");
-        assert_eq!((result.requests, result.errors), (2000 * queues as u64, 0));
-        assert_eq!(given_back.len(), queues);
+        let well: u32 = std::thread::scope(|scope| {
+            let run = |queue| scope.spawn(move || closed_loop(queue, depth, 2000));
+            let threads: Vec<_> = client.take_queues().into_iter().map(run).collect();
+            threads.into_iter().map(|thread| thread.join().expect("a load")).sum()
+        });
+        assert_eq!(well, 2000 * queues as u32);
         let stats = rig.export.as_ref().expect("runs").stats();
         let total: u64 = stats.iter().map(|s| s.requests()).sum();
-        assert_eq!(total, result.requests);
+        assert_eq!(total, u64::from(well));
         assert!(stats.iter().all(|s| s.read_bytes == s.reads * 4096 && s.errors == 0));
     }
 }
 
 #[test]
-fn a_load_runs_for_its_time_and_reads_in_order_when_told() {
-    let rig = Rig::with(BlkOptions::default(), |_| null(1 << 40));
+fn slots_carry_data_report_errors_and_keep_a_time_limit() {
+    let rig = Rig::with(BlkOptions::default(), |d| raw(d, false));
     let mut client = rig.client(&ClientOptions::default());
-    let load = LoadSpec { duration: Duration::from_millis(50), ..LoadSpec::default() };
-    let (result, _) = run(client.take_queues(), &load).expect("load");
-    assert!(result.requests > 64 && result.errors == 0 && result.elapsed >= load.duration);
-    assert_eq!(result.bytes, result.requests * 4096);
-    let spec = LoadSpec { random: false, region: 16384, start: 4096, ..LoadSpec::default() };
-    let steps: Vec<_> = spec.steps(1, 2).take(3).collect();
-    assert_eq!(steps.iter().map(|s| s.at).collect::<Vec<_>>(), [12288, 16384, 12288]);
-    assert!(steps.iter().all(|s: &Step| !s.write));
+    let mut slots = Slots::new(client.take_queues().remove(0), 2, 8192, None).expect("slots");
+    assert!(!slots.wait(Some(Duration::from_micros(100))).expect("nothing is in flight"));
+    assert!(slots.push(2, SlotOp::Read, 0, 512).is_err());
+    assert!(slots.put(0, &[0; 8193]).is_err());
+    slots.put(0, &[9; 8192]).expect("put");
+    let go = |slots: &mut Slots, op, at, len| {
+        slots.push(0, op, at, len).expect("push");
+        slots.publish();
+        slots.wait(None).expect("an answer");
+        slots.take().expect("complete").1
+    };
+    assert!(go(&mut slots, SlotOp::Write, 4096, 8192));
+    slots.put(0, &[0; 8192]).expect("put");
+    assert!(go(&mut slots, SlotOp::Read, 8192, 4096));
+    let mut back = [0; 4097];
+    slots.get(0, &mut back).expect("get");
+    assert_eq!((&back[..4096], back[4096]), (&[9; 4096][..], 0));
+    assert!(go(&mut slots, SlotOp::Discard, 0, 65536));
+    assert!(!go(&mut slots, SlotOp::Read, SIZE, 4096));
 }
 
 #[test]
