@@ -92,6 +92,8 @@ struct Loop<'a, P> {
     again: Vec<u64>,
     buffer: Vec<u8>,
     record: Recorder,
+    /// A flush is under way beside which nothing is sent.
+    fence: bool,
     /// No slot was free at the end of the last round, so that what is late now is the target's fault.
     starved: bool,
     /// From here on it is measured.
@@ -135,6 +137,7 @@ pub(crate) fn drive<P: Port>(
         again: Vec::new(),
         buffer,
         record,
+        fence: false,
         starved: false,
         from: start + duration(job.warm_up, "the warm-up")?,
         more: true,
@@ -247,6 +250,12 @@ impl<P: Port> Loop<'_, P> {
             0 => usize::MAX,
             most => most as usize,
         };
+        if self.fence {
+            if self.in_flight > 0 {
+                return Ok(None);
+            }
+            self.fence = false;
+        }
         let mut pushed = 0;
         while pushed < batch
             && let Some(&slot) = self.free.last()
@@ -260,6 +269,13 @@ impl<P: Port> Loop<'_, P> {
                 self.more = false;
                 return Ok(None);
             };
+            if self.job.flush.alone && step.op == Op::Flush {
+                if self.in_flight > 0 {
+                    self.held = Some(step);
+                    return Ok(None);
+                }
+                self.fence = true;
+            }
             let mut generation = 0;
             if let Some(ledger) = &mut self.ledger {
                 if overlaps(&self.flying, step) {
@@ -272,7 +288,7 @@ impl<P: Port> Loop<'_, P> {
                     self.port.put(slot, data)?;
                 }
             }
-            if let Some(schedule) = &mut self.schedule {
+            if let Some(schedule) = self.schedule.as_mut().filter(|_| !self.plan.between) {
                 schedule.step();
                 if !self.starved {
                     self.record.late_by(now - due);
@@ -285,6 +301,9 @@ impl<P: Port> Loop<'_, P> {
             self.port.push(slot, step)?;
             self.in_flight += 1;
             pushed += 1;
+            if self.fence {
+                return Ok(None);
+            }
         }
         self.starved = self.free.is_empty();
         Ok(self.pausing.front().map(|pause| pause.0))

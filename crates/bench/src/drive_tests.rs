@@ -134,6 +134,23 @@ fn flushes_come_after_every_so_many_writes() {
 }
 
 #[test]
+fn a_flush_alone_waits_for_what_is_before_it() {
+    let flush = FlushEvery { requests: Some(10), alone: true, ..FlushEvery::default() };
+    let extent = Extent::Requests { count: 100 };
+    let job = Job { mix: Mix::WRITE, flush, extent, ..Job::default() };
+    let order = |job: &Job| {
+        let (outcome, memory) = load(job, Lie::Nothing);
+        assert_eq!(outcome.expect("done").requests, 110);
+        memory.log.iter().map(|step| step.op == Op::Flush).collect::<Vec<_>>()
+    };
+    let eleventh: Vec<bool> = (1..=110).map(|i| i % 11 == 0).collect();
+    assert_eq!(order(&job), eleventh);
+    // This disk completes the newest first: a flush that does not wait comes earlier.
+    let beside = FlushEvery { alone: false, ..flush };
+    assert_ne!(order(&Job { flush: beside, ..job }), eleventh);
+}
+
+#[test]
 fn an_open_loop_sends_what_its_schedule_says_and_charges_the_wait() {
     for poisson in [false, true] {
         let job = Job {

@@ -209,6 +209,9 @@ pub struct FlushEvery {
     pub bytes: Option<u64>,
     /// So many seconds, when a thread wrote since.
     pub seconds: Option<f64>,
+    /// A flush (also one of the mix) waits until all before it of its thread is complete, and nothing is sent beside it: as a
+    /// program does that has written a group and calls `fsync`.
+    pub alone: bool,
 }
 
 /// What is checked of the content.

@@ -93,6 +93,8 @@ pub struct Plan {
     places: Places,
     left: Option<u64>,
     flush: FlushPolicy,
+    /// The last request given is a flush of [`FlushEvery`], which no schedule counts.
+    pub between: bool,
 }
 
 impl Plan {
@@ -128,13 +130,14 @@ impl Plan {
         };
         let flush = FlushPolicy::new(&job.flush)?;
         let sizes = job.sizes.clone();
-        Ok(Self { random, part, unit, mix: job.mix, sizes, places, left, flush })
+        Ok(Self { random, part, unit, mix: job.mix, sizes, places, left, flush, between: false })
     }
 
     /// The next request; `None` when all is done. `now` decides about flushes by time.
     #[inline]
     pub fn next(&mut self, now: Instant) -> Option<Step> {
-        if self.flush.due(now) {
+        self.between = self.flush.due(now);
+        if self.between {
             return Some(FLUSH);
         }
         if let Some(left) = &mut self.left {

@@ -305,8 +305,7 @@ mod tests {
     fn overlaps_short_files_and_wrapping_ends_are_refused() {
         let fd = memfd(0x2000);
         let map = |off, gpa, len| Region::map(fd.as_fd(), off, gpa, 0, len, &alarm());
-        let (a, b) =
-            (map(0, 0, 0x2000).expect("map"), map(0, 0x1000, 0x1000).expect("map"));
+        let (a, b) = (map(0, 0, 0x2000).expect("map"), map(0, 0x1000, 0x1000).expect("map"));
         assert!(GuestMemory::new(vec![a, b]).is_err());
         assert!(map(0x1000, 0, 0x1001).is_err());
         assert!(map(0, u64::MAX, 2).is_err());

@@ -122,6 +122,9 @@ pub struct RunArgs {
     /// A flush after so many seconds
     #[arg(long, value_name = "SECONDS")]
     flush_seconds: Option<f64>,
+    /// A flush waits for all before it of its thread, and nothing is sent beside it
+    #[arg(long)]
+    flush_alone: bool,
     /// A flush at the end, which counts, when anything was written
     #[arg(long)]
     final_flush: bool,
@@ -223,6 +226,7 @@ impl RunArgs {
                 requests: self.flush_requests,
                 bytes: self.flush_bytes.map(ByteLen::get),
                 seconds: self.flush_seconds,
+                alone: self.flush_alone,
             },
             final_flush: self.final_flush,
             warm_up: self.warm_up,
