@@ -306,6 +306,10 @@ impl<P: Port> Loop<'_, P> {
             }
         }
         self.starved = self.free.is_empty();
+        if !self.starved {
+            // The batch is full; what is left is sent without waiting.
+            return Ok(Some(now));
+        }
         Ok(self.pausing.front().map(|pause| pause.0))
     }
 

@@ -16,6 +16,7 @@ mod drive;
 #[cfg(test)]
 mod drive_tests;
 mod environment;
+mod fio;
 mod job;
 mod outcome;
 mod permit;
@@ -30,6 +31,7 @@ mod target;
 pub use content::{Fault, Finding, Verified};
 pub use counters::DeviceUse;
 pub use environment::{Environment, Place};
+pub use fio::{FioJobs, read_fio};
 pub use job::{
     Arrival, Extent, FlushEvery, Job, MAX_BLOCK, MAX_DEPTH, MAX_THREADS, Mix, Op, Pattern, SECTOR,
     Share, SizeShare, Sizes, Verify,

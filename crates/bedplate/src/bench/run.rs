@@ -6,7 +6,7 @@ use crate::failure::Failure;
 use crate::output::{self, OutputArgs};
 use bedplate_bench::{
     Arrival, Engine, Environment, Extent, FlushEvery, Job, Mix, Options, Pattern, Report, Run,
-    Share, Sizes, Target, VERSION, Verify, run_together, text,
+    Share, Sizes, Target, VERSION, Verify, permit, read_fio, run_together, text,
 };
 use bedplate_types::{ByteLen, Error, ErrorKind};
 use clap::{Args, ValueEnum};
@@ -65,12 +65,19 @@ Examples:
   bedplate bench run vhost-user-blk:/run/vm.sock --mix read=70,write=30 --jobs 4 --destroy /run/vm.sock
   bedplate bench run disk.raw --mix write --pass --final-flush --destroy disk.raw
   bedplate bench run nbd:unix:/run/vm.nbd --rate 5000 --depth 128 --json
+  bedplate bench run vhost-user-blk:/run/vm.sock --fio jobs.fio --destroy /run/vm.sock
 
 Exit codes: 0 done, 1 failed, also when content was wrong, 2 wrong usage.")]
 pub struct RunArgs {
     /// What is loaded
-    #[arg(value_name = "TARGET")]
-    target: String,
+    #[arg(value_name = "TARGET", required_unless_present = "fio")]
+    target: Option<String>,
+    /// Run the jobs of this job file of fio's, on TARGET if it is given; other options of the load do not apply
+    #[arg(long, value_name = "FILE")]
+    fio: Option<PathBuf>,
+    /// Leave out what is lacking for a job file, and say so
+    #[arg(long, requires = "fio")]
+    ignore_unknown: bool,
     /// Kinds of requests: read, write, trim, flush, or shares as in read=70,write=30
     #[arg(long, value_name = "MIX", default_value = "read", value_parser = words::mix)]
     mix: Mix,
@@ -177,8 +184,25 @@ fn spin(text: &str) -> Result<Spin, std::num::ParseIntError> {
 }
 
 impl RunArgs {
-    fn target(&self) -> Result<Target, Error> {
-        let mut target = Target::parse(&self.target)?;
+    /// The groups of jobs to run one after the other.
+    fn groups(&self) -> Result<Vec<Vec<(Target, Job)>>, Error> {
+        let target = self.target.as_deref().map(|text| self.target(text)).transpose()?;
+        let Some(path) = &self.fio else {
+            let target = target.into_iter();
+            return Ok(target.map(|target| vec![(target.clone(), self.job(&target))]).collect());
+        };
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| Error::io(format!("cannot read '{}'", path.display()), e))?;
+        let jobs = read_fio(&text, target.as_ref(), self.ignore_unknown)
+            .map_err(|e| Error::new(e.kind(), format!("{}: {e}", path.display())))?;
+        for sentence in &jobs.ignored {
+            tracing::warn!("{}: left out: {sentence}", path.display());
+        }
+        Ok(jobs.groups)
+    }
+
+    fn target(&self, text: &str) -> Result<Target, Error> {
+        let mut target = Target::parse(text)?;
         match &mut target {
             Target::File { engine, direct, .. } => {
                 *engine = match self.engine {
@@ -244,8 +268,7 @@ impl RunArgs {
 }
 
 pub fn run(args: &RunArgs) -> Result<ExitCode, Failure> {
-    let target = args.target()?;
-    let job = args.job(&target);
+    let groups = args.groups()?;
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         let heed = |e| Error::io("cannot heed signals", e);
@@ -259,8 +282,17 @@ pub fn run(args: &RunArgs) -> Result<ExitCode, Failure> {
         devices: args.device.clone(),
         stop,
     };
-    let jobs = [(target, job)];
-    let runs = run_together(&jobs, &options)?;
+    for (target, job) in groups.iter().flatten() {
+        // Before anything runs, so that nothing is overwritten when a later job is refused.
+        job.validate()?;
+        permit(target, job, &options.destroy)?;
+    }
+    let mut runs = Vec::new();
+    for group in &groups {
+        if !options.stop.load(Ordering::Relaxed) {
+            runs.extend(run_together(group, &options)?);
+        }
+    }
     let stopped = options.stop.load(Ordering::Relaxed);
     let good = runs.iter().all(|run| run.outcome.is_good());
     print(args, runs)?;

@@ -6,7 +6,7 @@ use crate::port::{Done, Port, Status};
 use bedplate_runtime::bare::{BareOp, BareRing};
 use bedplate_runtime::buf::AlignedBuf;
 use bedplate_types::{Error, ErrorKind, Result, ResultExt};
-use rustix::fs::{FallocateFlags, FileType, OFlags, fallocate, fstat};
+use rustix::fs::{Advice, FallocateFlags, FileType, OFlags, fadvise, fallocate, fstat};
 use std::fs::{File, OpenOptions};
 use std::io::{Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -30,6 +30,10 @@ pub(crate) fn open(path: &Path, direct: bool, write: bool) -> Result<(Arc<File>,
         }
     }
     let size = file.seek(SeekFrom::End(0)).context(failed)?;
+    if !direct {
+        // What the page cache holds from before would flatter reads; that the system heeds this is not certain.
+        let _ = fadvise(&file, 0, None, Advice::DontNeed);
+    }
     Ok((Arc::new(file), size))
 }
 
