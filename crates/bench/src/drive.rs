@@ -192,6 +192,7 @@ impl<P: Port> Loop<'_, P> {
         };
         let end = limit.map(|s| duration(s, "the duration")).transpose()?.map(|d| start + d);
         let sample = u64::from(self.job.sample);
+        let most = if self.job.reap == 0 { usize::MAX } else { self.job.reap as usize };
         let mut done = Vec::with_capacity(self.flying.len());
         let mut now = start;
         let mut failed = Ok(());
@@ -215,7 +216,7 @@ impl<P: Port> Loop<'_, P> {
                 continue;
             }
             let wait = limit.map(|due| due.saturating_duration_since(now).saturating_sub(EARLY));
-            self.port.exchange(wait, &mut done)?;
+            self.port.exchange(wait, most, &mut done)?;
             now = Instant::now();
             if let Err(e) = self.complete(&mut done, now) {
                 // Requests in flight are waited for.
@@ -257,9 +258,7 @@ impl<P: Port> Loop<'_, P> {
             self.fence = false;
         }
         let mut pushed = 0;
-        while pushed < batch
-            && let Some(&slot) = self.free.last()
-        {
+        while let Some(&slot) = self.free.last() {
             let due = self.schedule.as_ref().map_or(now, |schedule| schedule.next);
             if due > now {
                 self.starved = false;
@@ -304,12 +303,12 @@ impl<P: Port> Loop<'_, P> {
             if self.fence {
                 return Ok(None);
             }
+            if pushed >= batch && !self.free.is_empty() {
+                self.port.send()?;
+                pushed = 0;
+            }
         }
         self.starved = self.free.is_empty();
-        if !self.starved {
-            // The batch is full; what is left is sent without waiting.
-            return Ok(Some(now));
-        }
         Ok(self.pausing.front().map(|pause| pause.0))
     }
 
@@ -371,7 +370,7 @@ impl<P: Port> Loop<'_, P> {
     fn settle_again(&mut self) -> Result<()> {
         let mut done = Vec::new();
         while self.in_flight > 0 {
-            self.port.exchange(None, &mut done)?;
+            self.port.exchange(None, usize::MAX, &mut done)?;
             self.complete(&mut done, Instant::now())?;
         }
         let unit = self.ledger.as_ref().map_or(0, Ledger::unit);
@@ -391,7 +390,7 @@ impl<P: Port> Loop<'_, P> {
         let mut done = Vec::new();
         self.port.push(0, step)?;
         while done.is_empty() {
-            self.port.exchange(None, &mut done)?;
+            self.port.exchange(None, usize::MAX, &mut done)?;
         }
         match done.first() {
             Some(Done { status: Status::Good, .. }) => Ok(()),

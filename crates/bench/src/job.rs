@@ -269,6 +269,8 @@ pub struct Job {
     pub sample: u32,
     /// Most requests that go to the system at once; 0: as many as there are.
     pub batch: u32,
+    /// Most completions that are taken at once, before new requests are sent; 0: as many as there are.
+    pub reap: u32,
     /// Goes on after requests that failed, and counts them.
     pub keep_going: bool,
     /// Keeps a time line: requests and latencies of each tenth of a second.
@@ -297,6 +299,7 @@ impl Default for Job {
             verify: Verify::default(),
             sample: 1,
             batch: 0,
+            reap: 0,
             keep_going: false,
             time_line: true,
         }

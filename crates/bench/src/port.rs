@@ -68,12 +68,25 @@ pub trait Port: Send {
     /// As [`Self::put`], or of the connection.
     fn push(&mut self, slot: usize, step: Step) -> Result<()>;
 
+    /// Sends what was pushed and takes no completions.
+    ///
+    /// # Errors
+    /// Of the connection.
+    fn send(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Sends what was pushed, waits for at least one completion (at most `limit`; `None`: for ever; nothing in flight: not at
-    /// all), and adds what is complete to `done`.
+    /// all), and adds what is complete to `done`, but no more than `most`.
     ///
     /// # Errors
     /// Of the connection as a whole; what fails one request is told in `done`.
-    fn exchange(&mut self, limit: Option<Duration>, done: &mut Vec<Done>) -> Result<()>;
+    fn exchange(
+        &mut self,
+        limit: Option<Duration>,
+        most: usize,
+        done: &mut Vec<Done>,
+    ) -> Result<()>;
 }
 
 impl<P: Port> Port for &mut P {
@@ -93,7 +106,16 @@ impl<P: Port> Port for &mut P {
         (**self).push(slot, step)
     }
 
-    fn exchange(&mut self, limit: Option<Duration>, done: &mut Vec<Done>) -> Result<()> {
-        (**self).exchange(limit, done)
+    fn send(&mut self) -> Result<()> {
+        (**self).send()
+    }
+
+    fn exchange(
+        &mut self,
+        limit: Option<Duration>,
+        most: usize,
+        done: &mut Vec<Done>,
+    ) -> Result<()> {
+        (**self).exchange(limit, most, done)
     }
 }

@@ -7,7 +7,6 @@
 //! wake them, and send closures through a [`Handle`]. Where the system has no io_uring, a small pool of threads
 //! does the same work with positioned reads and writes.
 
-pub mod bare;
 pub mod buf;
 mod config;
 mod event;

@@ -3,6 +3,7 @@
 //! Callers: format engines and the disk. [`Storage`] is what they see; `sim` implements it for tests.
 //! [`FileStorage`] is the real one. [`StateFile`] is memory that outlives the process.
 
+pub mod bare;
 mod file;
 mod holder;
 mod lock;

@@ -150,6 +150,9 @@ pub struct RunArgs {
     /// Most requests that are sent at once [default: as many as there are]
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     batch: u32,
+    /// Most completions that are taken at once [default: as many as there are]
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    reap: u32,
     /// Count failed requests and go on
     #[arg(long)]
     keep_going: bool,
@@ -261,6 +264,7 @@ impl RunArgs {
             },
             sample: self.sample,
             batch: self.batch,
+            reap: self.reap,
             keep_going: self.keep_going,
             ..Job::default()
         }

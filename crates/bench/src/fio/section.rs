@@ -69,7 +69,8 @@ fn time(text: &str, unit: f64) -> Result<f64> {
 impl Section {
     pub fn new(name: &str) -> Self {
         // fio's defaults.
-        let job = Job { name: name.to_owned(), share: Share::Whole, batch: 1, ..Job::default() };
+        let job =
+            Job { name: name.to_owned(), share: Share::Whole, batch: 1, reap: 1, ..Job::default() };
         Self {
             job,
             engine: "psync".to_owned(),
@@ -109,6 +110,8 @@ impl Section {
             // They change reports or processes, not the load.
             "description" | "group_reporting" | "thread" | "randrepeat" | "allrandrepeat"
             | "verify_fatal" => {}
+            // What is written is random, and the same for each slot.
+            "scramble_buffers" | "refill_buffers" | "zero_buffers" if !switch(value)? => {}
             "stonewall" | "wait_for_previous" | "new_group" => self.new_group = true,
             "filename" if text.contains(':') => return lack(),
             "filename" => self.filename = Some(text.to_owned()),
@@ -125,9 +128,9 @@ impl Section {
             "buffered" => self.direct = !switch(value)?,
             "iodepth" => self.depth = number(text)?,
             "iodepth_batch" | "iodepth_batch_submit" => self.job.batch = number(text)?,
-            // All that is complete is taken, and one is waited for.
+            // One is always waited for.
             "iodepth_batch_complete" | "iodepth_batch_complete_min" if text == "1" => {}
-            "iodepth_batch_complete_max" => {}
+            "iodepth_batch_complete_max" => self.job.reap = number(text)?,
             "numjobs" => self.job.threads = number(text)?,
             "size" if text.ends_with('%') => return lack(),
             "size" => self.size = Some(size(text)?),

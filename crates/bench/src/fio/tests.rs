@@ -39,7 +39,7 @@ group_reporting
     assert_eq!(target, wanted);
     assert_eq!(job.mix, Mix { read: 70, write: 30, trim: 0, flush: 0 });
     assert_eq!((job.pattern, job.sizes.clone()), (Pattern::Random, Sizes::Fixed { bytes: 8192 }));
-    assert_eq!((job.depth, job.threads, job.share, job.batch), (32, 4, Share::Whole, 1));
+    assert_eq!((job.depth, job.threads, job.share, job.batch + job.reap), (32, 4, Share::Whole, 2));
     assert_eq!((job.offset, job.region, job.seed), (1 << 20, Some(10 << 30), 9));
     assert_eq!((job.extent, job.warm_up), (Extent::Time { seconds: 65.0 }, 5.0));
     assert_eq!((job.flush.requests, job.final_flush, job.name.as_str()), (Some(16), true, "rand"));

@@ -3,8 +3,8 @@
 use crate::job::{Job, Op};
 use crate::plan::Step;
 use crate::port::{Done, Port, Status};
-use bedplate_runtime::bare::{BareOp, BareRing};
 use bedplate_runtime::buf::AlignedBuf;
+use bedplate_storage::bare::{BareOp, BareRing};
 use bedplate_types::{Error, ErrorKind, Result, ResultExt};
 use rustix::fs::{Advice, FallocateFlags, FileType, OFlags, fadvise, fallocate, fstat};
 use std::fs::{File, OpenOptions};
@@ -100,14 +100,23 @@ impl Port for RingPort {
         self.ring.push(slot, op, step.at, step.len)
     }
 
+    fn send(&mut self) -> Result<()> {
+        self.ring.enter(0, None)
+    }
+
     #[inline]
-    fn exchange(&mut self, limit: Option<Duration>, done: &mut Vec<Done>) -> Result<()> {
+    fn exchange(
+        &mut self,
+        limit: Option<Duration>,
+        most: usize,
+        done: &mut Vec<Done>,
+    ) -> Result<()> {
         if self.ring.in_flight() == 0 {
             return Ok(());
         }
         self.ring.enter(1, limit)?;
         let wanted = &self.wanted;
-        self.ring.drain(|slot, result| {
+        self.ring.drain(most, |slot, result| {
             let status = Status::of(result, wanted.get(slot).copied().unwrap_or(0));
             done.push(Done { slot, status });
         });
@@ -160,7 +169,12 @@ impl Port for PositionedPort {
         Ok(())
     }
 
-    fn exchange(&mut self, _limit: Option<Duration>, done: &mut Vec<Done>) -> Result<()> {
+    fn exchange(
+        &mut self,
+        _limit: Option<Duration>,
+        _most: usize,
+        done: &mut Vec<Done>,
+    ) -> Result<()> {
         let Some((slot, step)) = self.pushed.take() else { return Ok(()) };
         let status = match self.perform(step) {
             Ok(n) if n == step.len as usize => Status::Good,

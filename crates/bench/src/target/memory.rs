@@ -110,9 +110,14 @@ impl Port for Memory {
         Ok(())
     }
 
-    fn exchange(&mut self, _limit: Option<Duration>, done: &mut Vec<Done>) -> Result<()> {
+    fn exchange(
+        &mut self,
+        _limit: Option<Duration>,
+        most: usize,
+        done: &mut Vec<Done>,
+    ) -> Result<()> {
         // The newest first, so that nothing depends on the order; the oldest stay in flight.
-        for _ in 0..self.pushed.len().div_ceil(2) {
+        for _ in 0..self.pushed.len().div_ceil(2).min(most) {
             let Some((slot, step)) = self.pushed.pop() else { break };
             let status = self.perform(slot, step);
             done.push(Done { slot, status });

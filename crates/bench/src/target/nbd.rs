@@ -119,13 +119,20 @@ impl Port for NbdPort {
         self.pipe.push(slot, op, step.at, step.len)
     }
 
-    fn exchange(&mut self, limit: Option<Duration>, done: &mut Vec<Done>) -> Result<()> {
+    fn exchange(
+        &mut self,
+        limit: Option<Duration>,
+        most: usize,
+        done: &mut Vec<Done>,
+    ) -> Result<()> {
         done.extend(self.skipped.drain(..).map(|slot| Done { slot, status: Status::Good }));
         if self.in_flight == 0 {
             return Ok(());
         }
         self.pipe.exchange(if done.is_empty() { limit } else { Some(Duration::ZERO) })?;
-        while let Some((slot, error)) = self.pipe.take() {
+        while done.len() < most
+            && let Some((slot, error)) = self.pipe.take()
+        {
             self.in_flight = self.in_flight.saturating_sub(1);
             let status = if error == 0 { Status::Good } else { Status::Errno(error as i32) };
             done.push(Done { slot, status });

@@ -87,7 +87,18 @@ impl Port for VhostPort {
     }
 
     #[inline]
-    fn exchange(&mut self, limit: Option<Duration>, done: &mut Vec<Done>) -> Result<()> {
+    fn send(&mut self) -> Result<()> {
+        self.slots.publish();
+        Ok(())
+    }
+
+    #[inline]
+    fn exchange(
+        &mut self,
+        limit: Option<Duration>,
+        most: usize,
+        done: &mut Vec<Done>,
+    ) -> Result<()> {
         done.extend(self.skipped.drain(..).map(|slot| Done { slot, status: Status::Good }));
         if self.in_flight == 0 {
             return Ok(());
@@ -95,7 +106,7 @@ impl Port for VhostPort {
         self.slots.publish();
         self.slots.wait(if done.is_empty() { limit } else { Some(Duration::ZERO) })?;
         // Bounded: with a fast back end new completions come while these are handled.
-        for _ in 0..self.in_flight {
+        for _ in 0..self.in_flight.min(most) {
             let Some((slot, good)) = self.slots.take() else { break };
             self.in_flight -= 1;
             let status = if good { Status::Good } else { Status::Failed };

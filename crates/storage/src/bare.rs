@@ -6,8 +6,7 @@
 //! Invariants: a slot's memory is touched by the kernel alone from [`BareRing::push`] until its completion is given out; memory is
 //! only freed when nothing is in flight.
 
-use crate::buf::AlignedBuf;
-use crate::setup::setup_error;
+use bedplate_runtime::buf::AlignedBuf;
 use bedplate_types::{Error, ErrorKind, Result};
 use io_uring::types::{FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
@@ -72,7 +71,12 @@ impl BareRing {
                 Some(libc::EINVAL) => IoUring::builder().setup_r_disabled().build(entries),
                 _ => Err(e),
             })
-            .map_err(|e| setup_error(&e, None))?;
+            .map_err(|e| {
+                Error::io(
+                    "cannot set io_uring up (too old a kernel, or forbidden? psync works anywhere)",
+                    e,
+                )
+            })?;
         ring.submitter()
             .register_files(&[file.as_raw_fd()])
             .map_err(|e| Error::io("cannot register a file with io_uring", e))?;
@@ -176,11 +180,11 @@ impl BareRing {
         }
     }
 
-    /// Gives out completed requests: the slot, and what the system call of that kind would have returned (bytes, 0, or a negative
+    /// Gives out completed requests, `most` of them: the slot, and what the system call of that kind would have returned (bytes, 0, or a negative
     /// error number).
     #[inline]
-    pub fn drain(&mut self, mut each: impl FnMut(usize, i32)) {
-        for entry in self.ring.completion() {
+    pub fn drain(&mut self, most: usize, mut each: impl FnMut(usize, i32)) {
+        for entry in self.ring.completion().take(most) {
             let slot = entry.user_data() as usize;
             if let Some(busy) = self.busy.get_mut(slot) {
                 *busy = false;
@@ -225,10 +229,10 @@ mod tests {
         );
         let mut done = Vec::new();
         ring.enter(1, None)?;
-        ring.drain(|slot, result| done.push((slot, result)));
+        ring.drain(8, |slot, result| done.push((slot, result)));
         ring.push(1, BareOp::Read, 8192, 5000)?;
         ring.enter(1, Some(Duration::from_secs(30)))?;
-        ring.drain(|slot, result| done.push((slot, result)));
+        ring.drain(8, |slot, result| done.push((slot, result)));
         assert_eq!(done, [(0, 5000), (1, 5000)]);
         let mut back = [0; 5000];
         ring.get(1, &mut back)?;
