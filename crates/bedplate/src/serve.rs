@@ -6,10 +6,10 @@ use crate::keys::KeyArgs;
 use crate::output::OutputArgs;
 use crate::{cli, output};
 use bedplate_image::{ChainOptions, OpenLayer, StateDir, human_size};
-use bedplate_server::{
-    BlkOptions, Daemon, ExportKind, ExportStats, NbdAddr, NbdOptions, Signals, Stopped,
+use bedplate_server::{BlkOptions, Daemon, ExportKind, NbdAddr, NbdOptions, Signals, Stopped};
+use bedplate_types::{
+    ByteLen, CacheMode, Error, ErrorKind, Format, RequestStats, ResultExt, limits, parse_size,
 };
-use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, Format, ResultExt, limits, parse_size};
 use clap::{ArgGroup, Args};
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
@@ -353,7 +353,7 @@ fn summarise(stopped: &Stopped, args: &ServeArgs) -> Result<(), Failure> {
     output::text(&out)
 }
 
-fn stats_json(export: &ExportKind, s: &ExportStats) -> Value {
+fn stats_json(export: &ExportKind, s: &RequestStats) -> Value {
     let (protocol, place) = place(export);
     json!({
         "protocol": protocol, "address": place, "requests": s.requests(), "reads": s.reads,

@@ -6,11 +6,9 @@ use bedplate_nbd::{DirtyMap, NamedBitmap};
 use bedplate_qcow2::BitmapView;
 use bedplate_runtime::buf::IoVec;
 use bedplate_storage::{Storage, ZeroMode};
-use bedplate_types::{ByteLen, GuestOffset, Result};
+use bedplate_types::{ByteLen, GuestOffset, RequestStats, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-
-use crate::export::ExportStats;
 
 /// What was asked of the disk over NBD.
 #[derive(Debug, Default)]
@@ -26,9 +24,9 @@ pub(crate) struct Counters {
 }
 
 impl Counters {
-    pub(crate) fn snapshot(&self) -> ExportStats {
+    pub(crate) fn snapshot(&self) -> RequestStats {
         let get = |n: &AtomicU64| n.load(Relaxed);
-        ExportStats {
+        RequestStats {
             reads: get(&self.reads),
             read_bytes: get(&self.read_bytes),
             writes: get(&self.writes),

@@ -1,13 +1,13 @@
 //! One disk and its exports, from opening to the clean end.
 
-use crate::export::{ExportKind, ExportStats, Running};
+use crate::export::{ExportKind, Running};
 use crate::signals::Signals;
 use bedplate_disk::Disk;
 use bedplate_image::{ChainOptions, OpenedDisk, open_chain, open_null};
 use bedplate_nbd::{MAX_BITMAPS, NbdAddr, NbdOptions};
 use bedplate_runtime::{Backend, Config, Runtime};
 use bedplate_storage::FileStorage;
-use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, Result, ResultExt};
+use bedplate_types::{ByteLen, CacheMode, Error, ErrorKind, RequestStats, Result, ResultExt};
 use bedplate_vhost_user::BlkOptions;
 use futures_util::future::{Either, select};
 use sd_notify::NotifyState;
@@ -31,7 +31,7 @@ pub struct Daemon {
 #[derive(Clone, Debug)]
 pub struct Stopped {
     /// Each export with its counters.
-    pub exports: Vec<(ExportKind, ExportStats)>,
+    pub exports: Vec<(ExportKind, RequestStats)>,
 }
 
 impl Daemon {

@@ -5,8 +5,8 @@ use bedplate_disk::Disk;
 use bedplate_nbd::{NamedBitmap, NbdAddr, NbdExport, NbdOptions, NbdServer};
 use bedplate_qcow2::BitmapView;
 use bedplate_storage::FileStorage;
-use bedplate_types::Result;
-use bedplate_vhost_user::{BlkOptions, Export, QueueStats, VhostUserBlk};
+use bedplate_types::{RequestStats, Result};
+use bedplate_vhost_user::{BlkOptions, Export, VhostUserBlk};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -29,47 +29,6 @@ pub enum ExportKind {
         /// Entries that a queue may have.
         queue_size: u16,
     },
-}
-
-/// What was asked of an export.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ExportStats {
-    /// Read requests.
-    pub reads: u64,
-    /// Bytes read.
-    pub read_bytes: u64,
-    /// Write requests.
-    pub writes: u64,
-    /// Bytes written.
-    pub write_bytes: u64,
-    /// Flush requests.
-    pub flushes: u64,
-    /// Discard and write-zeroes requests.
-    pub discards: u64,
-    /// All other requests.
-    pub other: u64,
-    /// Requests that failed.
-    pub errors: u64,
-}
-
-impl ExportStats {
-    fn with_queue(self, queue: &QueueStats) -> Self {
-        Self {
-            reads: self.reads + queue.reads,
-            read_bytes: self.read_bytes + queue.read_bytes,
-            writes: self.writes + queue.writes,
-            write_bytes: self.write_bytes + queue.write_bytes,
-            flushes: self.flushes + queue.flushes,
-            discards: self.discards + queue.discards,
-            other: self.other + queue.other,
-            errors: self.errors + queue.errors + queue.malformed,
-        }
-    }
-
-    /// All requests.
-    pub fn requests(&self) -> u64 {
-        self.reads + self.writes + self.flushes + self.discards + self.other
-    }
 }
 
 /// The path as programs in other folders find it.
@@ -131,14 +90,19 @@ impl Running {
     }
 
     /// Finishes what is under way, ends all connections and threads, removes the socket.
-    pub(crate) fn stop(self) -> (ExportKind, ExportStats) {
+    pub(crate) fn stop(self) -> (ExportKind, RequestStats) {
         let stats = match self.inner {
             Inner::Nbd { mut server, counters } => {
                 server.stop();
                 counters.snapshot()
             }
             Inner::VhostUserBlk(export) => {
-                export.stop().iter().fold(ExportStats::default(), ExportStats::with_queue)
+                let mut all = RequestStats::default();
+                for queue in export.stop() {
+                    all += queue.asked;
+                    all.errors += queue.malformed;
+                }
+                all
             }
         };
         (self.kind, stats)

@@ -13,7 +13,7 @@ mod export;
 mod signals;
 
 pub use daemon::{Daemon, Stopped};
-pub use export::{ExportKind, ExportStats};
+pub use export::ExportKind;
 pub use signals::Signals;
 
 pub use bedplate_nbd::{NbdAddr, NbdOptions};

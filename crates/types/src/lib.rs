@@ -7,7 +7,9 @@ mod addr;
 mod error;
 pub mod limits;
 mod option;
+mod stats;
 
 pub use addr::{ByteLen, GuestOffset, GuestRange, HostOffset, HostRange};
 pub use error::{Error, ErrorKind, Result, ResultExt};
 pub use option::{CacheMode, Format, Preallocation, parse_size};
+pub use stats::RequestStats;

@@ -1,5 +1,6 @@
 //! Counters of one queue. Written by its thread only, read by anybody.
 
+use bedplate_types::RequestStats;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A counter with one writer.
@@ -39,22 +40,8 @@ pub(crate) struct Counters {
 /// What one queue has done since the export was started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueueStats {
-    /// Read requests.
-    pub reads: u64,
-    /// Bytes they asked for.
-    pub read_bytes: u64,
-    /// Write requests.
-    pub writes: u64,
-    /// Bytes they brought.
-    pub write_bytes: u64,
-    /// Flush requests.
-    pub flushes: u64,
-    /// Discard and write-zeroes requests.
-    pub discards: u64,
-    /// All other requests.
-    pub other: u64,
-    /// Requests that failed or were refused.
-    pub errors: u64,
+    /// What was asked of it.
+    pub asked: RequestStats,
     /// Chains that broke the rules of the ring.
     pub malformed: u64,
     /// Reads and writes that went straight between guest memory and the file.
@@ -67,7 +54,7 @@ pub struct QueueStats {
 
 impl Counters {
     pub(crate) fn snapshot(&self) -> QueueStats {
-        QueueStats {
+        let asked = RequestStats {
             reads: self.reads.get(),
             read_bytes: self.read_bytes.get(),
             writes: self.writes.get(),
@@ -76,17 +63,13 @@ impl Counters {
             discards: self.discards.get(),
             other: self.other.get(),
             errors: self.errors.get(),
+        };
+        QueueStats {
+            asked,
             malformed: self.malformed.get(),
             direct: self.direct.get(),
             interrupts: self.interrupts.get(),
             sleeps: self.sleeps.get(),
         }
-    }
-}
-
-impl QueueStats {
-    /// All requests.
-    pub fn requests(&self) -> u64 {
-        self.reads + self.writes + self.flushes + self.discards + self.other
     }
 }
