@@ -136,23 +136,23 @@ const EVERY: Chores = Chores { every: true, steps: 6, write: 30, ..Chores::SNAPS
 
 #[test]
 fn a_fault_at_any_request_of_a_change_of_snapshots_leaves_it_done_or_not_begun() {
-    chores("snapshots and every fault", (10, 300), Chores { spec: small, ..EVERY });
-    chores("and subclusters", (5, 100), Chores { spec: subclusters, ..EVERY });
+    chores("snapshots and every fault", (6, 300), Chores { spec: small, ..EVERY });
+    chores("and subclusters", (3, 100), Chores { spec: subclusters, ..EVERY });
     chores("and encryption", (1, 20), Chores { spec: Spec::encrypted, ..EVERY });
 }
 
 #[test]
 fn a_fault_at_any_request_of_a_resize_leaves_the_old_size_or_the_new_one() {
     let every = Chores { resize: 40, create: 8, apply: 5, delete: 5, ..EVERY };
-    chores("sizes and every fault", (10, 300), Chores { spec: small, ..every });
-    chores("and subclusters", (5, 100), Chores { spec: subclusters, ..every });
-    chores("and data files", (10, 100), Chores { spec: external, ..every });
+    chores("sizes and every fault", (6, 300), Chores { spec: small, ..every });
+    chores("and subclusters", (3, 100), Chores { spec: subclusters, ..every });
+    chores("and data files", (5, 100), Chores { spec: external, ..every });
     chores("and encryption", (1, 20), Chores { spec: Spec::encrypted, ..every });
 }
 
 #[test]
 fn a_fault_at_any_request_of_a_change_of_bitmaps_is_told_and_harms_nothing() {
     let every = Chores { bitmap: 40, resize: 10, create: 5, apply: 5, delete: 5, ..EVERY };
-    chores("bitmaps and every fault", (10, 300), Chores { spec: small, ..every });
-    chores("and data files", (8, 100), Chores { spec: external, ..every });
+    chores("bitmaps and every fault", (6, 300), Chores { spec: small, ..every });
+    chores("and data files", (4, 100), Chores { spec: external, ..every });
 }
