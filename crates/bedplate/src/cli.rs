@@ -89,7 +89,7 @@ Limits:
   qcow2: bytes of an L1 table              {l1} MiB
   qcow2: bytes of a refcount table         {reftable} MiB
   qcow2: internal snapshots                {snapshots}, in a table of {table} MiB
-  qcow2: memory for a persistent bitmap    {bitmap} MiB
+  qcow2: memory for recording bitmaps      {bitmap} MiB, each taking a cluster at least
   LUKS: bytes of the header with its keys  {luks} MiB
   LUKS: rounds of derivation of all keys   {rounds} million
   LUKS: bytes of a passphrase              {pass} KiB

@@ -41,6 +41,17 @@ impl MapRun {
 }
 
 impl<S: Storage> Disk<S> {
+    /// Refuses images that name a table of theirs many times over, before all of a disk is looked through.
+    ///
+    /// # Errors
+    /// `Corrupt`.
+    pub fn refuse_shared_tables(&self) -> Result<()> {
+        self.chain().layers.iter().try_for_each(|layer| match layer {
+            Layer::Qcow2(image) => image.refuse_shared_tables(),
+            _ => Ok(()),
+        })
+    }
+
     /// The run that starts at `at`, at most `len` bytes long and never empty for a non-empty `len`.
     ///
     /// # Errors

@@ -6,7 +6,7 @@ use bedplate_qcow2::format::NewImage;
 use bedplate_qcow2::{OpenOptions, Qcow2};
 use bedplate_runtime::buf::{AlignedBuf, IoVec, SharedBuf};
 use bedplate_sim::exec::{block_on, join_all};
-use bedplate_sim::{Image, SimOptions, SimStorage};
+use bedplate_sim::{Image, OpKind, SimOptions, SimStorage};
 use bedplate_storage::ZeroMode;
 use bedplate_types::{ByteLen, CacheMode, GuestOffset};
 use std::sync::Arc;
@@ -154,4 +154,56 @@ fn first_writes_at_the_same_time_share_one_lease() {
         let results = join_all(seed, (0..8u64).map(write)).expect("no deadlock");
         assert!(results.iter().all(Result::is_ok), "seed {seed}: {results:?}");
     }
+}
+
+/// A small sparse file may name millions of L2 tables.
+#[test]
+fn tables_in_holes_are_passed_over_when_a_disk_is_looked_through() {
+    const TABLES: u64 = 2_000;
+    let mut file = image(12, TABLES * (512 << 12));
+    let mut l1 = [0; 8];
+    file.read(40, &mut l1);
+    let (l1, first) = (u64::from_be_bytes(l1), 64 << 20);
+    for index in 0..TABLES {
+        let entry: u64 = 1 << 63 | (first + index * 4096);
+        file.write(l1 + index * 8, &entry.to_be_bytes());
+    }
+    // One of them holds something.
+    file.write(first + 700 * 4096 + 8 * 5, &1_u64.to_be_bytes());
+    file.set_len(first + TABLES * 4096);
+    let storage =
+        SimStorage::from_image(file, SimOptions { read_only: true, ..SimOptions::default() });
+    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let qcow2 = block_on(Qcow2::open(storage.clone(), &options)).expect("opens");
+    let disk =
+        Disk::new("d", vec![Layer::Qcow2(Arc::new(qcow2))], true, CacheMode::None).expect("disk");
+    storage.reset_counts();
+    let (mut at, mut zeroes) = (0, Vec::new());
+    while at < disk.size().get() {
+        let left = ByteLen::new(disk.size().get() - at);
+        let run = block_on(disk.map_run(GuestOffset::new(at), left)).expect("mapped");
+        if run.present {
+            zeroes.push((at, run.len.get()));
+        }
+        at += run.len.get();
+    }
+    assert_eq!(zeroes, [((700 * 512 + 5) << 12, 1 << 12)]);
+    let reads = storage.counts().of(OpKind::Read);
+    assert!(reads < 10, "{reads} reads");
+}
+
+#[test]
+fn an_l1_table_that_names_a_table_twice_is_not_looked_through() {
+    let mut file = image(12, 8 << 20);
+    let disk = open(file.clone());
+    block_on(disk.write(GuestOffset::ZERO, iov(&[1; 512]), false)).expect("write");
+    assert!(disk.refuse_shared_tables().is_ok());
+    block_on(disk.close()).expect("close");
+    file = disk_storage(&disk).expect("storage");
+    let (mut l1, mut entry) = ([0; 8], [0; 8]);
+    file.read(40, &mut l1);
+    file.read(u64::from_be_bytes(l1), &mut entry);
+    file.write(u64::from_be_bytes(l1) + 16, &entry);
+    let e = open(file).refuse_shared_tables().expect_err("refused");
+    assert_eq!(e.kind(), bedplate_types::ErrorKind::Corrupt, "{e}");
 }

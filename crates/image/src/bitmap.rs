@@ -83,6 +83,11 @@ async fn open(path: &Path, format: Option<Format>, read_only: bool) -> Result<Qc
         ));
     }
     let how = FileOptions::new(path).cache(CacheMode::Writeback).read_only(read_only);
-    let options = OpenOptions { metadata_only: true, read_only, ..OpenOptions::default() };
+    let options = OpenOptions {
+        metadata_only: true,
+        bitmaps_only: true,
+        read_only,
+        ..OpenOptions::default()
+    };
     Qcow2::open(FileStorage::open(&how)?, &options).await
 }

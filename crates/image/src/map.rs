@@ -67,6 +67,7 @@ pub async fn map(
     len: u64,
     mut each: impl FnMut(MapEntry) -> Result<()>,
 ) -> Result<()> {
+    disk.refuse_shared_tables()?;
     let size = disk.size();
     let end = size.align_up(512).unwrap_or(size).get().min(start.saturating_add(len));
     let mut at = start;

@@ -6,7 +6,7 @@
 use crate::format::{L1Entry, L2Entry};
 use crate::image::Qcow2;
 use crate::slice::{Slice, SliceId};
-use bedplate_runtime::buf::SharedBuf;
+use bedplate_runtime::buf::{AlignedBuf, SharedBuf};
 use bedplate_runtime::sync::Event;
 use bedplate_storage::Storage;
 use bedplate_types::{Error, ErrorKind, GuestOffset, Result};
@@ -27,7 +27,13 @@ struct Lists {
     resident: VecDeque<SliceId>,
     /// Slices being read; the event fires when that has ended.
     loading: HashMap<SliceId, Arc<Event>>,
+    /// Buffers that slices were read into. Small ones of strict alignment leave gaps in the heap, which would make the
+    /// smallest slices cost many times their size.
+    spare: Vec<AlignedBuf>,
 }
+
+/// Buffers that are kept for the next slice.
+const SPARE: usize = 32;
 
 impl SliceCache {
     pub(crate) fn new(capacity: usize) -> Self {
@@ -40,6 +46,22 @@ impl SliceCache {
 
     fn lists(&self) -> MutexGuard<'_, Lists> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A buffer for a slice of so many bytes, with anything in it.
+    fn buffer(&self, len: usize) -> Result<SharedBuf> {
+        let spare = self.lists().spare.pop();
+        Ok(SharedBuf::new(match spare {
+            Some(buf) => buf,
+            None => AlignedBuf::zeroed(len)?,
+        }))
+    }
+
+    fn keep_buffer(&self, buf: AlignedBuf) {
+        let mut lists = self.lists();
+        if lists.spare.len() < SPARE {
+            lists.spare.push(buf);
+        }
     }
 
     /// Takes all slices off the list of those in memory.
@@ -111,13 +133,14 @@ impl<S: Storage> Qcow2<S> {
             return Err(self.mark_corrupt(e).await);
         }
         let Some(at) = self.tables.slice_at(id) else { return Ok(()) };
-        let buf = SharedBuf::zeroed(self.tables.geo.slice_bytes())?;
+        let buf = self.cache.buffer(self.tables.geo.slice_bytes())?;
         self.storage.read(at, buf.iovec()).await.map_err(|e| {
             e.context(format!("cannot read the L2 table of '{}'", self.storage.name()))
         })?;
         let bytes = buf.into_buf()?;
         let words: Vec<u64> =
             bytes.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect();
+        self.cache.keep_buffer(bytes);
         let first = self.tables.slice_start(id).get();
         let guests =
             (0..).map(|n| GuestOffset::new(first.saturating_add(n * self.tables.cluster())));

@@ -207,11 +207,49 @@ impl<S: Storage> Qcow2<S> {
             match self.lookup(at, len) {
                 Ok(Some(mapping)) => return Ok(mapping),
                 Ok(None) => {
-                    let (id, _) = self.tables.locate(at);
-                    self.load_slice(id).await?;
+                    if let Some(len) = self.hole_of_table(at, len).await? {
+                        return Ok(Mapping::Unallocated { len });
+                    }
+                    self.load_slice(self.tables.locate(at).0).await?;
                 }
                 Err(e) => return Err(self.mark_corrupt(e).await),
             }
+        }
+    }
+
+    /// How much of a range is mapped by an L2 table that lies in a hole of the file, and so says nothing; `None` where that
+    /// is not known. Of such tables a sparse file may have millions.
+    async fn hole_of_table(&self, at: GuestOffset, len: ByteLen) -> Result<Option<ByteLen>> {
+        let (id, index) = self.tables.locate(at);
+        let whole = self.tables.to_table_end(at);
+        let first = id.part == 0 && index == 0;
+        // A table that may be changed may have its content in memory only.
+        if !self.read_only || !first || self.table_fault(id.l1).is_some() {
+            return Ok(None);
+        }
+        let Some(table) = self.tables.slice_at(id) else { return Ok(None) };
+        let cluster = ByteLen::new(self.tables.cluster());
+        let extent = self.storage.extent(table, cluster).await?;
+        Ok((!extent.data && extent.len >= cluster).then(|| whole.min(len)))
+    }
+
+    /// Refuses an L1 table that names an L2 table twice: a small file could seem to hold more than can be looked through.
+    ///
+    /// # Errors
+    /// `Corrupt`.
+    pub fn refuse_shared_tables(&self) -> Result<()> {
+        let mut tables = self.tables.all_tables();
+        tables.sort_unstable();
+        match tables.windows(2).find(|pair| pair.first() == pair.last()) {
+            None => Ok(()),
+            Some(pair) => Err(Error::new(
+                ErrorKind::Corrupt,
+                format!(
+                    "image '{}' is corrupt: its L1 table names the L2 table at {:#x} more than once",
+                    self.storage.name(),
+                    pair.first().copied().unwrap_or_default()
+                ),
+            )),
         }
     }
 

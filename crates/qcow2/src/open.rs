@@ -36,6 +36,9 @@ pub struct OpenOptions {
     pub passphrases: Vec<Passphrase>,
     /// Only metadata will be used: an encrypted image is opened without its key, and reading or writing data fails.
     pub metadata_only: bool,
+    /// Bitmaps will be changed and no data of the guest: those that could not be kept right while it changes don't keep the
+    /// image from being opened.
+    pub bitmaps_only: bool,
 }
 
 impl Default for OpenOptions {
@@ -47,6 +50,7 @@ impl Default for OpenOptions {
             journal: None,
             passphrases: Vec::new(),
             metadata_only: false,
+            bitmaps_only: false,
         }
     }
 }
@@ -121,7 +125,10 @@ impl<S: Storage> Qcow2<S> {
             image.open_gate();
             return Ok(image);
         }
-        let bitmaps = find_bitmaps(&storage, &header, geo).await.context(|| refused(&storage))?;
+        let bitmaps = match options.bitmaps_only {
+            true => Vec::new(),
+            false => find_bitmaps(&storage, &header, geo).await.context(|| refused(&storage))?,
+        };
         let journal = options.journal.as_ref().filter(|_| header.version >= 3);
         let judged = journal.map(|start| judge_journal(start, &header, &storage.name()));
         let mut kept = judged.transpose()?.flatten();
@@ -146,7 +153,11 @@ impl<S: Storage> Qcow2<S> {
         if let Some(kept) = &kept {
             image.take_up(&kept.changes).await?;
         }
-        image.bitmaps.install(bitmaps);
+        if options.bitmaps_only {
+            image.bitmaps.ignore();
+        } else {
+            image.bitmaps.install(bitmaps);
+        }
         image.prepare_for_writing(kept.as_ref()).await?;
         if let Some(start) = journal {
             image.start_journal(start, kept.as_ref()).await?;

@@ -110,6 +110,13 @@ impl Tables {
         }
     }
 
+    /// Where all L2 tables lie.
+    pub(crate) fn all_tables(&self) -> Vec<u64> {
+        let chunks = self.chunks.iter().filter_map(OnceLock::get);
+        let words = chunks.flat_map(|c| c.entries.iter()).map(|e| e.load(Ordering::Acquire));
+        words.map(|word| word & OFFSET_MASK).filter(|at| *at != 0).collect()
+    }
+
     /// The slot of a slice, if any slice of its table was ever loaded.
     pub(crate) fn slot(&self, id: SliceId) -> Option<&Slot> {
         let slots = &self.chunk(id.l1)?.slots;

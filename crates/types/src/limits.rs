@@ -24,8 +24,8 @@ pub const MAX_SNAPSHOTS: u32 = 65536;
 pub const MAX_SNAPSHOT_TABLE_BYTES: u64 = 1024 * MAX_SNAPSHOTS as u64;
 /// Extra data bytes of one snapshot entry (as QEMU).
 pub const MAX_SNAPSHOT_EXTRA_BYTES: u32 = 1024;
-/// Bytes of one bitmap that is kept up to date in memory while an image is written.
-pub const MAX_BITMAP_BYTES: u64 = 512 << 20;
+/// Bytes of all bitmaps that are kept up to date in memory while an image is written.
+pub const MAX_BITMAP_BYTES: u64 = 256 << 20;
 /// Bytes of a backing file name (qcow2 specification).
 pub const MAX_BACKING_NAME: u32 = 1023;
 /// Bytes of qcow2 metadata kept in memory for mapping (L2 slices), by default.

@@ -50,6 +50,9 @@ pub async fn alloc(session: &Session, call: &Call<'_>) -> Ran {
 pub async fn map(session: &Session) -> Ran {
     let device = session.device()?;
     let end = device.size();
+    if let Err(e) = device.disk.refuse_shared_tables() {
+        return fail(format!("Failed to get allocation status: {}", system_words(&e)));
+    }
     let mut at = 0;
     while at < end {
         let (own, len) = match held(&device, at, end - at).await {

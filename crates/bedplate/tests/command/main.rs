@@ -7,6 +7,7 @@ mod create;
 mod data_file;
 mod encrypted;
 mod info;
+mod limits;
 mod map;
 mod qemu_io;
 mod resize;

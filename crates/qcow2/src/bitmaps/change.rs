@@ -6,7 +6,7 @@
 //! a crash in between loses the bitmaps, never the truth.
 
 use super::directory::{Directory, Entry};
-use super::{find_bitmaps, table_entries};
+use super::{find_bitmaps, recording, table_entries};
 use crate::format::{
     Bitmap, BitmapExtension, ENTRY_BYTES, EXT_BITMAPS, EXT_FEATURE_NAMES, Extension, Header,
     MAX_BITMAP_NAME, MAX_BITMAP_TABLE, MIN_CLUSTER_BITS, autoclear,
@@ -61,38 +61,60 @@ impl<S: Storage> Qcow2<S> {
                 ),
             ));
         }
-        let old = Directory::read(&self.storage, &header).await?;
-        let mut directory = old.clone().unwrap_or(Directory::empty());
+        let mut directory =
+            Directory::read(&self.storage, &header).await?.unwrap_or(Directory::empty());
         let found = directory.find(name);
-        let dropped = match (change, found) {
+        // What this change lets go of, and the table it makes.
+        let (mut dropped, mut made) = (Vec::new(), None);
+        match (change, found) {
             (BitmapChange::Add { granularity }, None) => {
-                let entry = self.new_bitmap(&header, name, granularity).await?;
-                directory.entries.push(entry);
-                Vec::new()
+                let bitmap = self.new_bitmap(&header, name, granularity)?;
+                directory.entries.push(Entry::new(bitmap)?);
+                // Whether there is room for one more shows before anything is written.
+                self.probe_directory(&directory)?;
+                made = directory.entries.len().checked_sub(1);
             }
             (BitmapChange::Add { .. }, Some(_)) => return Err(self.bitmap_exists(name)),
             (_, None) => return Err(self.no_such_bitmap(name)),
             (BitmapChange::Remove, Some(index)) => {
                 let entry = directory.entries.remove(index);
-                self.clusters_of_bitmap(&entry.bitmap, true).await?
+                dropped = self.clusters_of_bitmap(&entry.bitmap).await?;
             }
-            (other, Some(index)) => self.change_entry(&mut directory, index, other).await?,
-        };
-        self.take_over(old.as_ref(), &directory, dropped).await
+            (other, Some(index)) => {
+                let Some(entry) = directory.entries.get_mut(index) else { return Ok(()) };
+                self.change_entry(entry, other)?;
+                if other == BitmapChange::Clear {
+                    dropped = self.clusters_of_bitmap(&entry.bitmap).await?;
+                    made = Some(index);
+                }
+            }
+        }
+        // What could not be recorded would keep the image from being opened for writing.
+        if matches!(change, BitmapChange::Add { .. } | BitmapChange::Enable) {
+            recording(&directory, &header, self.tables.geo)?;
+        }
+        let mut unused = Vec::new();
+        if let Some(entry) = made.and_then(|index| directory.entries.get_mut(index)) {
+            let entries = entry.bitmap.table_size;
+            entry.set_table(self.empty_table(entries).await?, entries);
+            unused = self.table_of_bitmap(&entry.bitmap);
+        }
+        let taken = self.take_over(&directory, dropped).await;
+        if taken.is_err() {
+            self.space.note_freed(unused);
+        }
+        taken
     }
 
     /// Takes a new directory over, and frees what it has dropped.
-    pub(super) async fn take_over(
-        &self,
-        old: Option<&Directory>,
-        new: &Directory,
-        dropped: Vec<Freed>,
-    ) -> Result<()> {
-        self.replace_directory(old, new).await?;
+    pub(super) async fn take_over(&self, new: &Directory, dropped: Vec<Freed>) -> Result<()> {
+        self.replace_directory(new).await?;
         self.space.note_freed(dropped);
         // What is recorded where is another thing now; with the old list, bits would be stored in the wrong place.
-        let list = find_bitmaps(&self.storage, &self.header(), self.tables.geo).await;
-        self.bitmaps.install(list.map_err(|e| self.poison(e))?);
+        if !self.bitmaps.is_ignored() {
+            let list = find_bitmaps(&self.storage, &self.header(), self.tables.geo).await;
+            self.bitmaps.install(list.map_err(|e| self.poison(e))?);
+        }
         self.free_dropped().await;
         Ok(())
     }
@@ -127,27 +149,16 @@ impl<S: Storage> Qcow2<S> {
         )
     }
 
-    /// Clears, starts or stops a bitmap; returns what is free when the new directory is durable.
-    async fn change_entry(
-        &self,
-        directory: &mut Directory,
-        index: usize,
-        change: BitmapChange,
-    ) -> Result<Vec<Freed>> {
-        let Some(entry) = directory.entries.get_mut(index) else { return Ok(Vec::new()) };
+    /// Whether and how an entry may be changed; what it names stays.
+    fn change_entry(&self, entry: &mut Entry, change: BitmapChange) -> Result<()> {
         self.check_trusted(&entry.bitmap)?;
         let flags = entry.bitmap.flags;
         match change {
             BitmapChange::Enable => entry.set_flags(flags | AUTO),
             BitmapChange::Disable => entry.set_flags(flags & !AUTO),
-            _ => {
-                let dropped = self.clusters_of_bitmap(&entry.bitmap, true).await?;
-                let entries = entry.bitmap.table_size;
-                entry.set_table(self.empty_table(entries).await?, entries);
-                return Ok(dropped);
-            }
+            _ => {}
         }
-        Ok(Vec::new())
+        Ok(())
     }
 
     /// Refuses a bitmap that a program was recording in when it ended badly.
@@ -166,12 +177,7 @@ impl<S: Storage> Qcow2<S> {
         ))
     }
 
-    async fn new_bitmap(
-        &self,
-        header: &Header,
-        name: &[u8],
-        granularity: Option<u64>,
-    ) -> Result<Entry> {
+    fn new_bitmap(&self, header: &Header, name: &[u8], granularity: Option<u64>) -> Result<Bitmap> {
         let invalid = |text: String| Err(Error::new(ErrorKind::InvalidInput, text));
         if name.is_empty() || name.len() > usize::from(MAX_BITMAP_NAME) || name.contains(&0) {
             return invalid(format!(
@@ -194,16 +200,15 @@ impl<S: Storage> Qcow2<S> {
                 header.size.get()
             ));
         };
-        let bitmap = Bitmap {
+        Ok(Bitmap {
             name: name.to_vec(),
-            table_offset: self.empty_table(entries).await?,
+            table_offset: HostOffset::ZERO,
             table_size: entries,
             flags: AUTO,
             kind: 1,
             granularity_bits: bits,
             extra: Vec::new(),
-        };
-        Entry::new(bitmap)
+        })
     }
 
     /// Writes a table without any bits; it is counted, though not durably yet.
@@ -226,36 +231,34 @@ impl<S: Storage> Qcow2<S> {
         Ok(at)
     }
 
-    /// All clusters that a bitmap takes; with `table` those of its table too.
-    pub(super) async fn clusters_of_bitmap(
-        &self,
-        bitmap: &Bitmap,
-        table: bool,
-    ) -> Result<Vec<Freed>> {
-        let mut clusters = Vec::new();
+    /// All clusters that a bitmap takes, those of its table too.
+    pub(super) async fn clusters_of_bitmap(&self, bitmap: &Bitmap) -> Result<Vec<Freed>> {
+        let mut clusters = self.table_of_bitmap(bitmap);
         for raw in self.read_bitmap_table(bitmap).await? {
             if let Some(host) = self.bitmap_entry(bitmap, raw)? {
-                clusters.push(self.space.cluster_of(host));
+                clusters.push(Freed { cluster: self.space.cluster_of(host), table: false });
             }
         }
-        if table {
-            let first = self.space.cluster_of(bitmap.table_offset);
-            let bytes = u64::from(bitmap.table_size) * ENTRY_BYTES;
-            clusters.extend(first..first + bytes.div_ceil(self.tables.cluster()));
-        }
-        Ok(clusters.into_iter().map(|cluster| Freed { cluster, table: false }).collect())
+        Ok(clusters)
+    }
+
+    fn table_of_bitmap(&self, bitmap: &Bitmap) -> Vec<Freed> {
+        let first = self.space.cluster_of(bitmap.table_offset);
+        let bytes = u64::from(bitmap.table_size) * ENTRY_BYTES;
+        let all = first..first + bytes.div_ceil(self.tables.cluster());
+        all.map(|cluster| Freed { cluster, table: false }).collect()
+    }
+
+    /// Whether the header has room for a directory.
+    fn probe_directory(&self, new: &Directory) -> Result<()> {
+        let probe = new.extension(HostOffset::ZERO)?;
+        self.changed_header(|h| set_extension(h, probe)).map(drop)
     }
 
     /// Writes a directory to a new place and makes the header name it.
-    pub(super) async fn replace_directory(
-        &self,
-        old: Option<&Directory>,
-        new: &Directory,
-    ) -> Result<()> {
+    pub(super) async fn replace_directory(&self, new: &Directory) -> Result<()> {
+        self.probe_directory(new)?;
         let bytes = new.bytes();
-        // Whether the header has room for it shows before anything is written.
-        let probe = new.extension(HostOffset::ZERO)?;
-        self.changed_header(|h| set_extension(h, probe))?;
         let at = if bytes.is_empty() { HostOffset::ZERO } else { self.write_run(bytes).await? };
         let extension = new.extension(at)?;
         // All that is new is counted and written before the header names it.
@@ -265,11 +268,10 @@ impl<S: Storage> Qcow2<S> {
         };
         counted.await.map_err(|e| self.poison(e))?;
         self.name_directory(extension).await.map_err(|e| self.poison(e))?;
-        if let Some(old) = old {
-            let first = self.space.cluster_of(old.at);
-            let clusters = first..first + old.len.div_ceil(self.tables.cluster());
-            self.space.note_freed(clusters.map(|cluster| Freed { cluster, table: false }));
-        }
+        // The place that it was read from; a new one had none.
+        let first = self.space.cluster_of(new.at);
+        let clusters = first..first + new.len.div_ceil(self.tables.cluster());
+        self.space.note_freed(clusters.map(|cluster| Freed { cluster, table: false }));
         Ok(())
     }
 

@@ -103,7 +103,7 @@ impl Directory {
                 format!("an image can have at most {MAX_BITMAPS} bitmaps"),
             ));
         }
-        let directory_size = self.bytes().len() as u64;
+        let directory_size = self.entries.iter().map(|e| e.bytes.len() as u64).sum();
         Ok((count > 0).then_some(BitmapExtension { count, directory_size, directory_offset: at }))
     }
 }

@@ -22,9 +22,8 @@ impl<S: Storage> Qcow2<S> {
         let _still = self.hold_still().await;
         self.write_everything().await?;
         let old = Directory::read(&self.storage, &self.header()).await?;
-        let found = old.as_ref().and_then(|old| Some((old, old.find(name)?)));
-        let Some((old, index)) = found else { return Err(self.no_such_bitmap(name)) };
-        let mut directory = old.clone();
+        let found = old.and_then(|old| Some((old.find(name)?, old)));
+        let Some((index, mut directory)) = found else { return Err(self.no_such_bitmap(name)) };
         let Some(entry) = directory.entries.get_mut(index) else { return Ok(()) };
         self.check_trusted(&entry.bitmap)?;
         let (own, other) = (self.size(), source.disk_size());
@@ -49,12 +48,14 @@ impl<S: Storage> Qcow2<S> {
         let _ = merged.bits.set(bits.clone());
         add(&merged, source, own);
         let nothing = vec![0; entry.bitmap.table_size as usize];
-        let table = self.write_bits(&entry.bitmap, &bits, &nothing).await?;
+        let mut new = Vec::new();
+        let table = self.write_bits(&entry.bitmap, &bits, &nothing, &mut new).await?;
+        self.space.count_leased(new.into_iter()).map_err(|e| self.poison(e))?;
         let bytes = table.iter().flat_map(|word| word.to_be_bytes()).collect();
         let at = self.write_run(bytes).await?;
-        let dropped = self.clusters_of_bitmap(&entry.bitmap, true).await?;
+        let dropped = self.clusters_of_bitmap(&entry.bitmap).await?;
         entry.set_table(at, entry.bitmap.table_size);
-        self.take_over(Some(old), &directory, dropped).await
+        self.take_over(&directory, dropped).await
     }
 }
 

@@ -40,6 +40,8 @@ impl State {
     const QUIET: u8 = 1;
     /// They are marked in-use and tracked in memory.
     const TRACKING: u8 = 2;
+    /// No guest data will change, so nobody asks.
+    const IGNORED: u8 = 3;
 }
 
 /// The recording bitmaps of an open image.
@@ -73,6 +75,15 @@ impl Default for Bitmaps {
 }
 
 impl Bitmaps {
+    /// No guest data will be changed: bitmaps that could not be kept right stand in nobody's way.
+    pub(crate) fn ignore(&self) {
+        self.state.store(State::IGNORED, Ordering::Release);
+    }
+
+    fn is_ignored(&self) -> bool {
+        self.state.load(Ordering::Acquire) == State::IGNORED
+    }
+
     pub(crate) fn install(&self, list: Vec<Tracked>) {
         let state = if list.is_empty() { State::NONE } else { State::QUIET };
         self.list.store(Arc::new(list));
@@ -98,25 +109,20 @@ pub(crate) fn table_entries(size: ByteLen, granularity_bits: u8, geo: Geometry) 
 impl Tracked {
     /// A recording bitmap of a disk of this size.
     fn new(bitmap: &Bitmap, index: usize, size: ByteLen, geo: Geometry) -> Result<Self> {
-        let name = crate::format::printable(&bitmap.name);
+        // Made only when it is told: there may be 65535 long ones.
+        let name = || crate::format::printable(&bitmap.name);
         let (count, bytes) = bits_of(size, bitmap.granularity_bits);
         if bytes > limits::MAX_BITMAP_BYTES {
-            return Err(Error::new(
-                ErrorKind::Limit,
-                format!(
-                    "bitmap '{name}' needs {bytes} bytes of memory, more than the {} that are allowed; open the image \
-                     read-only, or remove the bitmap and add it with a coarser granularity",
-                    limits::MAX_BITMAP_BYTES
-                ),
-            ));
+            return Err(too_large(&format!("bitmap '{}' needs", name()), bytes));
         }
         let entries = table_entries(size, bitmap.granularity_bits, geo);
         if u64::from(bitmap.table_size) != entries {
             return Err(Error::new(
                 ErrorKind::BadImage,
                 format!(
-                    "the table of bitmap '{name}' has {} entries, but a disk of this size needs {entries}; remove the \
+                    "the table of bitmap '{}' has {} entries, but a disk of this size needs {entries}; remove the \
                      bitmap",
+                    name(),
                     bitmap.table_size
                 ),
             ));
@@ -155,6 +161,17 @@ impl Tracked {
     }
 }
 
+fn too_large(what: &str, bytes: u64) -> Error {
+    Error::new(
+        ErrorKind::Limit,
+        format!(
+            "{what} {bytes} bytes of memory and space, more than the {} that are allowed; open the image read-only, or use \
+             'bedplate bitmap' to disable or remove bitmaps, or to add one with a coarser granularity",
+            limits::MAX_BITMAP_BYTES
+        ),
+    )
+}
+
 /// Finds the bitmaps that are recording; nothing is changed in the file, and no bits are read yet.
 ///
 /// # Errors
@@ -164,11 +181,27 @@ pub(crate) async fn find_bitmaps<S: Storage>(
     header: &Header,
     geo: Geometry,
 ) -> Result<Vec<Tracked>> {
-    let Some(directory) = Directory::read(storage, header).await? else { return Ok(Vec::new()) };
-    let mut list = Vec::new();
+    match Directory::read(storage, header).await? {
+        Some(directory) => recording(&directory, header, geo),
+        None => Ok(Vec::new()),
+    }
+}
+
+/// The bitmaps of a directory that are recording.
+///
+/// # Errors
+/// As [`find_bitmaps`].
+fn recording(directory: &Directory, header: &Header, geo: Geometry) -> Result<Vec<Tracked>> {
+    let (mut list, mut bytes) = (Vec::new(), 0);
     for (index, bitmap) in directory.bitmaps().enumerate() {
         if bitmap.auto() && !bitmap.in_use() {
-            list.push(Tracked::new(bitmap, index, header.disk_size(), geo)?);
+            let tracked = Tracked::new(bitmap, index, header.disk_size(), geo)?;
+            // Each is stored in a cluster at least.
+            bytes += tracked.count.div_ceil(8).max(geo.cluster_size());
+            if bytes > limits::MAX_BITMAP_BYTES {
+                return Err(too_large("all bitmaps that are recording need at least", bytes));
+            }
+            list.push(tracked);
         }
     }
     Ok(list)
@@ -179,7 +212,7 @@ impl<S: Storage> Qcow2<S> {
     /// first. Never waits.
     pub(crate) fn track(&self, at: GuestOffset, len: ByteLen) -> bool {
         match self.bitmaps.state.load(Ordering::Acquire) {
-            State::NONE => true,
+            State::NONE | State::IGNORED => true,
             State::QUIET => false,
             _ => {
                 for bitmap in self.bitmaps.list.load().iter() {

@@ -70,10 +70,9 @@ impl<S: Storage> Qcow2<S> {
         if size == old {
             return self.mark_all(false).await;
         }
-        let Some(before) = Directory::read(&self.storage, &self.header()).await? else {
+        let Some(mut after) = Directory::read(&self.storage, &self.header()).await? else {
             return Ok(());
         };
-        let mut after = before.clone();
         let mut dropped = Vec::new();
         for entry in &mut after.entries {
             let bitmap = entry.bitmap.clone();
@@ -97,7 +96,7 @@ impl<S: Storage> Qcow2<S> {
             let at = self.write_run(bytes).await?;
             entry.set_table(at, wanted as u32);
         }
-        self.replace_directory(Some(&before), &after).await?;
+        self.replace_directory(&after).await?;
         self.space.note_freed(dropped.into_iter().map(|cluster| Freed { cluster, table: false }));
         let list = find_bitmaps(&self.storage, &self.header(), self.tables.geo).await?;
         self.bitmaps.install(list);

@@ -242,9 +242,29 @@ impl Cells {
         }
     }
 
-    /// True when nothing was counted for the cluster and it is not reserved.
-    pub(super) fn is_free(&self, cluster: u64) -> bool {
-        self.peek(cluster) == 0
+    /// The first cluster from `from` on that is counted or reserved. What was never touched costs no look.
+    pub(super) fn next_used(&self, from: u64) -> Option<u64> {
+        let mut skip = from.saturating_sub(self.window.start);
+        let first = usize::try_from(skip / PIECE as u64).ok()?;
+        for (index, piece) in self.pieces.iter().enumerate().skip(first) {
+            let base = index * PIECE;
+            let within = (skip as usize).saturating_sub(base);
+            let cells = piece.get().map_or(&[][..], |p| p.get(within..).unwrap_or(&[]));
+            if let Some(at) = cells.iter().position(|c| c.load(Ordering::Relaxed) != 0) {
+                return Some(self.window.start + (base + within + at) as u64);
+            }
+            skip = 0;
+        }
+        None
+    }
+
+    /// The last cluster that is counted or reserved.
+    pub(super) fn last_used(&self) -> Option<u64> {
+        let mut pieces = self.pieces.iter().enumerate().rev();
+        pieces.find_map(|(index, piece)| {
+            let at = piece.get()?.iter().rposition(|c| c.load(Ordering::Relaxed) != 0)?;
+            Some(self.window.start + (index * PIECE + at) as u64)
+        })
     }
 
     /// True when something may be counted in the range: it has memory.
@@ -301,6 +321,22 @@ mod tests {
     }
 
     #[test]
+    fn used_clusters_are_found_from_both_ends() {
+        let c = Cells::new(5_000..50_000, 100);
+        assert_eq!((c.next_used(0), c.last_used()), (None, None));
+        for cluster in [5_001, 7_000, 7_001, 49_999] {
+            c.add(cluster, Use::Data, 1);
+        }
+        c.reserve(30_000);
+        let mut found = Vec::new();
+        while let Some(used) = c.next_used(found.last().map_or(0, |last| last + 1)) {
+            found.push(used);
+        }
+        assert_eq!(found, [5_001, 7_000, 7_001, 30_000, 49_999]);
+        assert_eq!((c.last_used(), c.next_used(50_000)), (Some(49_999), None));
+    }
+
+    #[test]
     fn clusters_with_several_uses_are_listed() {
         let c = Cells::new(0..100, u64::MAX);
         for (cluster, kind) in [(9, Use::Data), (9, Use::Data), (7, Use::L2), (7, Use::Data)] {
@@ -337,7 +373,7 @@ mod tests {
     fn reserved_clusters_are_neither_free_nor_referenced() {
         let c = Cells::new(0..64, u64::MAX);
         c.reserve(3);
-        assert!(!c.is_free(3) && c.is_free(4));
+        assert_eq!((c.next_used(3), c.next_used(4)), (Some(3), None));
         assert_eq!(c.get(3), 0);
         assert_eq!(c.add(3, Use::Data, 1), 0);
         assert_eq!(c.get(3), 1);

@@ -17,6 +17,8 @@ use std::ops::Range;
 
 /// Runs of free clusters that are remembered.
 const MAX_RUNS: usize = 1 << 16;
+/// Bytes of blocks that are written at once.
+const RUN_BYTES: usize = 1 << 20;
 /// Blocks that may always be written, in bytes; beyond it they must be filled reasonably.
 const FREE_BYTES: u64 = 64 << 20;
 /// How much longer than needed for dense clusters the blocks may be in all.
@@ -59,13 +61,19 @@ pub(super) async fn rebuild<S: Storage>(storage: &S, options: &CheckOptions) -> 
     let mut space = Space { avoided, ..Space::default() };
     let mut kept = None;
     while let Some(cells) = census.next().await? {
-        space.note(&cells, census.shape.refcounts);
+        space.note(&cells, census.shape.refcounts)?;
         kept = Some(cells);
     }
     let old_table = u64::from(header.refcount_table_clusters);
     let format = census.shape.refcounts;
     let plan = space.place(format, census.shape.cluster(), old_table, file_clusters)?;
-    let mut writer = Writer { storage, format, cluster: census.shape.cluster(), plan: &plan };
+    let mut writer = Writer {
+        storage,
+        format,
+        cluster: census.shape.cluster(),
+        plan: &plan,
+        run: (0, Vec::new()),
+    };
     if census.is_single() {
         if let Some(cells) = &kept {
             writer.blocks(cells, 0..u64::MAX).await?;
@@ -88,38 +96,36 @@ pub(super) async fn rebuild<S: Storage>(storage: &S, options: &CheckOptions) -> 
 }
 
 impl Space {
-    fn note(&mut self, cells: &Cells, format: RefcountFormat) {
+    /// Takes up what a window holds.
+    ///
+    /// # Errors
+    /// `Limit` when something lies where no refcount table reaches.
+    fn note(&mut self, cells: &Cells, format: RefcountFormat) -> Result<()> {
         let window = cells.window();
         let mut last_block = None;
         for (cluster, _) in cells.referenced(window.clone()) {
             let (block, _) = format.position(cluster);
             self.references += 1;
             if last_block != Some(block) {
+                // Told at once: the space between such clusters may be immense.
+                if block >= RefcountFormat::max_table_entries() {
+                    return Err(too_large());
+                }
                 self.blocks.insert(block);
                 last_block = Some(block);
             }
         }
-        let used = |c: &u64| !cells.is_free(*c);
-        let mut cluster = window.start;
         // What comes behind the last used cluster is not between others.
-        let last = window.clone().rev().find(|c| used(c)).map_or(window.start, |c| c + 1);
-        if last > window.start && window.start > self.end && self.runs.len() < MAX_RUNS {
-            let first = window.clone().find(used).unwrap_or(window.start);
-            self.runs.push(self.end..first);
-            cluster = first;
-        }
-        while cluster < last {
-            if used(&cluster) {
-                cluster += 1;
-                continue;
+        let Some(last) = cells.last_used() else { return Ok(()) };
+        let mut cluster = if window.start > self.end { self.end } else { window.start };
+        while let Some(used) = cells.next_used(cluster.max(window.start)) {
+            if used > cluster && self.runs.len() < MAX_RUNS {
+                self.runs.push(cluster..used);
             }
-            let end = (cluster..last).find(used).unwrap_or(last);
-            if self.runs.len() < MAX_RUNS {
-                self.runs.push(cluster..end);
-            }
-            cluster = end;
+            cluster = used + 1;
         }
-        self.end = self.end.max(last);
+        self.end = self.end.max(last + 1);
+        Ok(())
     }
 
     /// Chooses the places: inside the file where there is room, else behind its end.
@@ -139,10 +145,7 @@ impl Space {
             self.refuse_sparse(format, cluster)?;
             let entries = self.blocks.last().map_or(0, |last| last + 1);
             if entries > RefcountFormat::max_table_entries() {
-                return Err(Error::new(
-                    ErrorKind::Limit,
-                    "the image is too large for its refcounts: a table that counts all of it would be too long",
-                ));
+                return Err(too_large());
             }
             let needed = entries.saturating_mul(ENTRY_BYTES).div_ceil(cluster).max(1);
             let most = RefcountFormat::max_table_entries() * ENTRY_BYTES / cluster;
@@ -212,11 +215,20 @@ impl Space {
     }
 }
 
+fn too_large() -> Error {
+    Error::new(
+        ErrorKind::Limit,
+        "the image is too large for its refcounts: a table that counts all of it would be too long",
+    )
+}
+
 struct Writer<'a, S: Storage> {
     storage: &'a S,
     format: RefcountFormat,
     cluster: u64,
     plan: &'a Plan,
+    /// Blocks that follow each other in the file, to be written at once: their first cluster, and their bytes.
+    run: (u64, Vec<u8>),
 }
 
 impl<S: Storage> Writer<'_, S> {
@@ -236,9 +248,27 @@ impl<S: Storage> Writer<'_, S> {
             };
             cells.referenced(counted.clone()).for_each(|(cluster, n)| set(cluster, n));
             own.range(counted.clone()).for_each(|cluster| set(*cluster, 1));
-            self.write(*place, bytes).await?;
+            let (start, run) = &mut self.run;
+            let follows = *start + run.len() as u64 / self.cluster == *place;
+            if !follows || run.len() >= RUN_BYTES {
+                self.end_run().await?;
+            }
+            let (start, run) = &mut self.run;
+            if run.is_empty() {
+                *start = *place;
+            }
+            run.extend_from_slice(&bytes);
         }
-        Ok(())
+        self.end_run().await
+    }
+
+    /// Writes the blocks that were put together.
+    async fn end_run(&mut self) -> Result<()> {
+        let (start, run) = std::mem::take(&mut self.run);
+        if run.is_empty() {
+            return Ok(());
+        }
+        self.write(start, AlignedBuf::from_slice(&run)?).await
     }
 
     async fn table(&self) -> Result<()> {

@@ -196,7 +196,8 @@ impl Bitmap {
             granularity_bits: *bytes.get(17).ok_or_else(short)?,
             extra: extra.to_vec(),
         };
-        let shown = super::printable(name);
+        // Made only when it is told: there may be 65535 long ones.
+        let shown = || super::printable(name);
         if name_len == 0 || name_len > MAX_BITMAP_NAME {
             return Err(bad(format!(
                 "a bitmap's name is {name_len} bytes long; 1 to {MAX_BITMAP_NAME} are allowed"
@@ -204,8 +205,10 @@ impl Bitmap {
         }
         if bitmap.kind != 1 || !GRANULARITY_BITS.contains(&bitmap.granularity_bits) {
             return Err(bad(format!(
-                "bitmap '{shown}' has type {} and granularity 2^{}, which is not allowed",
-                bitmap.kind, bitmap.granularity_bits
+                "bitmap '{}' has type {} and granularity 2^{}, which is not allowed",
+                shown(),
+                bitmap.kind,
+                bitmap.granularity_bits
             )));
         }
         let table_end = bitmap
@@ -219,8 +222,10 @@ impl Bitmap {
             || table_end.is_none_or(|end| end > i64::MAX as u64)
         {
             return Err(bad(format!(
-                "bitmap '{shown}' has a table of {} entries at {}, which is not allowed",
-                bitmap.table_size, bitmap.table_offset
+                "bitmap '{}' has a table of {} entries at {}, which is not allowed",
+                shown(),
+                bitmap.table_size,
+                bitmap.table_offset
             )));
         }
         Ok((bitmap, len))

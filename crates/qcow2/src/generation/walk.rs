@@ -4,7 +4,7 @@ use super::Generation;
 use crate::format::{COMPRESSED, COPIED, ENTRY_BYTES, L1Entry, OFFSET_MASK};
 use crate::open::{read_bytes, words};
 use bedplate_storage::Storage;
-use bedplate_types::{GuestOffset, HostOffset, Result};
+use bedplate_types::{ByteLen, GuestOffset, HostOffset, Result};
 use futures_util::future::join_all;
 
 /// Bytes of L2 tables read at once.
@@ -21,6 +21,7 @@ pub(crate) fn pad_table(table: &[u64], bytes: u64) -> Vec<u8> {
 pub(crate) struct Table {
     pub(crate) index: usize,
     pub(crate) at: HostOffset,
+    /// None when all of them are zero.
     pub(crate) words: Vec<u64>,
 }
 
@@ -54,6 +55,11 @@ impl<S: Storage> Generation<'_, S> {
             Ok(L1Entry::Table { host, .. }) if self.image.space.contains(host, bytes) => host,
             _ => return Err(self.corrupt(format!("L1 entry {index} ({word:#018x}) is wrong"))),
         };
+        // What lies in a hole says nothing, and of such tables a sparse file may have millions.
+        let extent = self.image.storage.extent(at, ByteLen::new(bytes)).await?;
+        if !extent.data && extent.len.get() >= bytes {
+            return Ok(Table { index, at, words: Vec::new() });
+        }
         let words = words(&read_bytes(&self.image.storage, at, bytes as usize).await?);
         let (first, step) = (index as u64 * self.geo.l2_coverage(), self.geo.cluster_size());
         let guests = (0..).map(|n| GuestOffset::new(first.saturating_add(n * step)));

@@ -160,11 +160,14 @@ async fn edit_table<S: Storage>(
     let geo = generation.image().tables.geo;
     let (stride, per_table) = (geo.entry_words(), geo.l2_entries() as u64);
     let base = index as u64 * per_table;
-    let old = match word & OFFSET_MASK {
+    let mut old = match word & OFFSET_MASK {
         0 => None,
         _ => generation.read_tables(&[(index, word)]).await?.pop(),
     };
     let empty = vec![0; geo.l2_entries() * stride];
+    if let Some(old) = &mut old {
+        old.words.resize(empty.len(), 0);
+    }
     let mut words = old.as_ref().map_or_else(|| empty.clone(), |t| t.words.clone());
     for (entry, cluster) in words.chunks_mut(stride).zip(base..) {
         let fill = fill_at(placed, cluster);

@@ -181,3 +181,22 @@ fn random_bytes_in_every_table_never_panic() {
         }
     }
 }
+
+/// The space between two clusters was gone through one by one, and more of it than any refcounts reach.
+#[test]
+fn refcounts_of_clusters_that_are_too_far_apart_are_not_made_anew() {
+    let a = fresh(1 << 30, 512);
+    let (table, _, l1, _) = places(&a);
+    let mut a = put(&a, table, 0);
+    let l2 = a.len();
+    a.resize(l2 + 512, 0);
+    let mut a = put(&a, l1, 1 << 63 | l2 as u64);
+    for index in 0..64 {
+        a = put(&a, l2 + 8 * index, 1 << 63 | (index as u64 + 1) << 37);
+    }
+    let mut image = Image::from_bytes(&a);
+    image.set_len(15 << 40);
+    let storage = SimStorage::from_image(image, SimOptions::default());
+    let e = block_on(repair(&storage, Repair::All, CheckOptions::default())).expect_err("refused");
+    assert_eq!(e.kind(), bedplate_types::ErrorKind::Limit, "{e}");
+}
