@@ -4,6 +4,7 @@
 
 use crate::config::{Backend, Config};
 use crate::file::File;
+use crate::helper::Helper;
 use crate::inline::{Inline, QUICK, Timed};
 use crate::ops::{Leftovers, OpTable, Request};
 use crate::remote::Shared;
@@ -87,6 +88,7 @@ pub(crate) struct Io {
     /// Lone transfers of the hot path, and writes of the slow road.
     lone: Inline,
     slow_writes: Inline,
+    helper: Helper,
     /// Bound of transfers of the hot path in flight for the thread backend, which has no ring to be full.
     max_direct: usize,
     left: Leftovers,
@@ -114,6 +116,7 @@ impl Io {
             staged: None,
             lone: Inline::new(),
             slow_writes: Inline::new(),
+            helper: Helper::new(shared),
             max_direct: config.entries.max(2) as usize,
             left: Leftovers::default(),
         })
@@ -203,6 +206,7 @@ impl Io {
     pub(crate) fn complete(&mut self, data: u64, result: i32) {
         let (is_op, i) = user_data::split(data);
         if is_op {
+            self.helper.done(i);
             self.ops.complete(i, result, &mut self.left);
         } else if let Some(d) = self.direct.get_mut(i as usize) {
             self.direct_done.push((d.token, result));
@@ -346,12 +350,16 @@ impl Io {
         if !self.is_uring() || !self.slow_writes.worth(file.id()) {
             return None;
         }
-        let time = Timed::begin();
         let (iov, n) = buf.as_iovecs();
+        if self.helper.wants(file.id(), buf.len()) {
+            return None;
+        }
+        let time = Timed::begin();
         // SAFETY: the list is the request's, which owns the memory too.
         let result =
             unsafe { threads::transfer_now(DirectOp::Write, file, iov, n.min(MAX_SEGMENTS), *at) };
         self.slow_writes.learn(file.id(), time.was_work());
+        self.helper.company();
         Some(result)
     }
 
@@ -361,6 +369,8 @@ impl Io {
         if let Some(request) = self.ops.request(i) {
             let data = user_data::op(i);
             match &mut self.engine {
+                // SAFETY: the table keeps the boxed request untouched until its completion.
+                _ if self.helper.takes(i) => unsafe { self.helper.pool.start(request, data) },
                 // SAFETY: the table keeps the boxed request untouched until its completion.
                 Engine::Uring(ring) => unsafe { ring.start(request, data) },
                 // SAFETY: as above.

@@ -13,6 +13,7 @@ mod event;
 mod executor;
 mod file;
 pub mod fs;
+mod helper;
 mod inline;
 mod io;
 pub mod net;
