@@ -11,7 +11,7 @@ use crate::{report, setup};
 use anyhow::{Context, Result, bail};
 use bedplate_tests::server::{Config, Program, Server};
 use bedplate_tests::{host, paths};
-use rows::{Row, Subject, Target};
+use rows::{Fs, Row, Subject, Target};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -40,7 +40,8 @@ struct Measured {
 struct Bench {
     bedplate: PathBuf,
     device: PathBuf,
-    folder: PathBuf,
+    /// A mounted file system of each kind.
+    mounted: Vec<(Fs, zram::Mounted)>,
     /// Sockets and logs.
     work: tempfile::TempDir,
     seconds: f64,
@@ -52,7 +53,9 @@ struct Bench {
 pub fn run(quick: bool) -> Result<()> {
     setup::run()?;
     if !host::is_root() {
-        bail!("the benchmark makes zram devices and mounts XFS on one, and that needs root");
+        bail!(
+            "the benchmark makes zram devices and mounts file systems on them, and that needs root"
+        );
     }
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
@@ -61,12 +64,16 @@ pub fn run(quick: bool) -> Result<()> {
     eprintln!("bench: building in the release profile");
     let bedplate = paths::build_bedplate("release")?;
     let device = zram::Zram::new(REGION)?;
-    let mounted = zram::Mounted::new(6 * 1024 * MIB, &paths::target().join("bench-xfs"))?;
+    let mount = |fs: Fs| {
+        let folder = paths::target().join(format!("bench-{}", fs.name()));
+        Ok((fs, zram::Mounted::new(fs.name(), 3 * 1024 * MIB, &folder)?))
+    };
+    let mounted = Fs::ALL.into_iter().map(mount).collect::<Result<Vec<_>>>()?;
     let (seconds, rounds) = if quick { (0.7, 1) } else { (3.0, 5) };
     let bench = Bench {
         bedplate,
         device: device.device()?,
-        folder: mounted.folder().to_path_buf(),
+        mounted,
         work: tempfile::tempdir()?,
         seconds,
         rounds,
@@ -107,19 +114,28 @@ pub fn run(quick: bool) -> Result<()> {
 }
 
 impl Bench {
-    /// Writes the device and the file once: reading space that was never written measures nothing.
+    /// Writes the device and the files once: reading space that was never written measures nothing.
     fn prepare(&self) -> Result<()> {
-        eprintln!("bench: filling the device and the file");
-        let file = std::fs::File::create(self.raw_file())?;
-        file.set_len(REGION)?;
-        for path in [&self.device, &self.raw_file()] {
-            self.load(Some(path), None, &FILL, true)?;
+        eprintln!("bench: filling the device and the files");
+        let mut places = vec![self.device.clone()];
+        for fs in Fs::ALL {
+            let path = self.raw_file(fs)?;
+            std::fs::File::create(&path)?.set_len(REGION)?;
+            places.push(path);
+        }
+        for path in &places {
+            self.load(Some(path), None, &FILL, true, REGION)?;
         }
         Ok(())
     }
 
-    fn raw_file(&self) -> PathBuf {
-        self.folder.join("disk.raw")
+    fn folder(&self, fs: Fs) -> Result<&Path> {
+        let mounted = self.mounted.iter().find(|(one, _)| *one == fs);
+        Ok(mounted.with_context(|| format!("{} is not mounted", fs.name()))?.1.folder())
+    }
+
+    fn raw_file(&self, fs: Fs) -> Result<PathBuf> {
+        Ok(self.folder(fs)?.join("disk.raw"))
     }
 
     /// Measures all subjects of a row in turn, and gives its line of the table.
@@ -154,10 +170,10 @@ impl Bench {
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         if subject == Subject::Native {
             let path = match row.target {
-                Target::XfsFile => self.raw_file(),
+                Target::File(fs) | Target::Qcow2 { fs, bare: false, .. } => self.raw_file(fs)?,
                 _ => self.device.clone(),
             };
-            return self.load(Some(&path), None, &words, row.once);
+            return self.load(Some(&path), None, &words, row.once, row.region);
         }
         let image = self.image(row, subject)?;
         let socket = self.work.path().join("blk");
@@ -177,9 +193,9 @@ impl Bench {
         };
         let server = Server::start(&config, &self.work.path().join("server.log"))?;
         if matches!(row.target, Target::Qcow2 { .. }) && !row.once {
-            self.load(None, Some((&socket, &server)), &FILL, true)?;
+            self.load(None, Some((&socket, &server)), &FILL, true, REGION)?;
         }
-        let measured = self.load(None, Some((&socket, &server)), &words, row.once)?;
+        let measured = self.load(None, Some((&socket, &server)), &words, row.once, row.region)?;
         server.stop()?;
         if let Target::Qcow2 { .. } = row.target {
             let (code, text) = host::qemu_img_check(Path::new(&image))?;
@@ -196,9 +212,9 @@ impl Bench {
         let path = match row.target {
             Target::Null => return Ok(format!("null:{REGION}")),
             Target::Device => self.device.clone(),
-            Target::XfsFile => self.raw_file(),
-            Target::Qcow2 { cluster } => {
-                let path = self.folder.join("disk.qcow2");
+            Target::File(fs) => self.raw_file(fs)?,
+            Target::Qcow2 { fs, cluster, .. } => {
+                let path = self.folder(fs)?.join("disk.qcow2");
                 let mut create = match subject {
                     Subject::Bedplate => Command::new(&self.bedplate),
                     _ => host::tool("qemu-img"),
@@ -221,6 +237,7 @@ impl Bench {
         server: Option<(&Path, &Server)>,
         words: &[&str],
         once: bool,
+        region: u64,
     ) -> Result<Measured> {
         let mut command = Command::new(&self.bedplate);
         command.args(["bench", "run"]);
@@ -232,7 +249,7 @@ impl Bench {
             command.arg("--destroy").arg(socket);
             command.arg(format!("--server-pid={}", server.id()));
         }
-        command.args(words).arg(format!("--region={REGION}")).arg("--json");
+        command.args(words).arg(format!("--region={region}")).arg("--json");
         if once {
             command.args(["--pass", "--final-flush"]);
         } else {

@@ -1,6 +1,6 @@
 //! The rows of the benchmark's table: what is measured, on what, and what is wanted of it.
 
-use super::Measured;
+use super::{Measured, REGION};
 
 /// Who does the I/O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,13 +20,39 @@ pub enum Target {
     Null,
     /// The bare device.
     Device,
-    /// A raw file on XFS.
-    XfsFile,
-    /// A qcow2 image on XFS; native is the bare device.
+    /// A raw file.
+    File(Fs),
+    /// A qcow2 image.
     Qcow2 {
+        /// What it lies on.
+        fs: Fs,
         /// Bytes of a cluster.
         cluster: u32,
+        /// What native works on: the bare device, else a raw file that was written before.
+        bare: bool,
     },
+}
+
+/// A file system on a device of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fs {
+    /// XFS.
+    Xfs,
+    /// ext4.
+    Ext4,
+}
+
+impl Fs {
+    /// Both.
+    pub const ALL: [Fs; 2] = [Fs::Xfs, Fs::Ext4];
+
+    /// The name as `mkfs` has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Fs::Xfs => "xfs",
+            Fs::Ext4 => "ext4",
+        }
+    }
 }
 
 /// What the ratio that a row is about should be.
@@ -43,7 +69,7 @@ enum Wanted {
 /// One row.
 pub struct Row {
     /// For the table.
-    pub name: &'static str,
+    pub name: String,
     /// What the disk lies on.
     pub target: Target,
     /// Who is measured.
@@ -52,24 +78,44 @@ pub struct Row {
     pub queues: u16,
     /// Every block once instead of for a time.
     pub once: bool,
+    /// Bytes of the disk that are used.
+    pub region: u64,
     depth: u32,
     write: bool,
+    /// Bytes a request.
+    block: u64,
+    sequential: bool,
+    /// Bytes of writes after which all is waited for and flushed.
+    flush: Option<u64>,
     wanted: Wanted,
 }
 
 const SERVERS: &[Subject] = &[Subject::Peer, Subject::Bedplate];
 const ALL: &[Subject] = &[Subject::Native, Subject::Peer, Subject::Bedplate];
 
-const fn row(name: &'static str, target: Target, write: bool, wanted: Wanted) -> Row {
-    Row { name, target, subjects: ALL, queues: 1, once: false, depth: 64, write, wanted }
+fn row(name: impl Into<String>, target: Target, write: bool, wanted: Wanted) -> Row {
+    Row {
+        name: name.into(),
+        target,
+        subjects: ALL,
+        queues: 1,
+        once: false,
+        region: REGION,
+        depth: 64,
+        write,
+        block: 4096,
+        sequential: false,
+        flush: None,
+        wanted,
+    }
 }
 
-/// All rows, 4 KiB random I/O each.
+/// All rows; 4 KiB random I/O where the name does not say otherwise.
 pub fn all() -> Vec<Row> {
-    use Target::{Device, Null, Qcow2, XfsFile};
+    use Target::{Device, File, Null};
     use Wanted::{LatencyOfPeer, OfNative, OfPeer};
-    let (small, usual) = (Qcow2 { cluster: 4096 }, Qcow2 { cluster: 65536 });
-    vec![
+    let xfs = File(Fs::Xfs);
+    let mut rows = vec![
         Row { subjects: SERVERS, ..row("null disk, read, depth 64", Null, false, OfPeer(6.0)) },
         Row {
             subjects: SERVERS,
@@ -78,26 +124,71 @@ pub fn all() -> Vec<Row> {
         },
         row("raw on the device, read", Device, false, OfNative(1.0)),
         row("raw on the device, write", Device, true, OfNative(0.93)),
-        row("raw on XFS, read", XfsFile, false, OfNative(0.93)),
-        row("raw on XFS, write", XfsFile, true, OfNative(0.93)),
-        Row { queues: 2, ..row("raw on XFS, read, 2 queues", XfsFile, false, OfNative(0.9)) },
-        Row { queues: 2, ..row("raw on XFS, write, 2 queues", XfsFile, true, OfNative(0.9)) },
-        row("qcow2 on XFS, overwrite", usual, true, OfNative(0.9)),
-        Row { once: true, ..row("qcow2 first pass, 64 KiB clusters", usual, true, OfPeer(3.0)) },
-        Row { once: true, ..row("qcow2 first pass, 4 KiB clusters", small, true, OfPeer(3.0)) },
+        row("raw on XFS, read", xfs, false, OfNative(0.93)),
+        row("raw on XFS, write", xfs, true, OfNative(0.93)),
+        Row { queues: 2, ..row("raw on XFS, read, 2 queues", xfs, false, OfNative(0.9)) },
+        Row { queues: 2, ..row("raw on XFS, write, 2 queues", xfs, true, OfNative(0.9)) },
+    ];
+    rows.extend(Fs::ALL.into_iter().flat_map(qcow2));
+    rows
+}
+
+/// The rows of qcow2 images on one file system.
+fn qcow2(fs: Fs) -> Vec<Row> {
+    use Wanted::{OfNative, OfPeer};
+    const MIB: u64 = 1 << 20;
+    let usual = Target::Qcow2 { fs, cluster: 65536, bare: true };
+    let small = Target::Qcow2 { fs, cluster: 4096, bare: true };
+    let beside_a_file = Target::Qcow2 { fs, cluster: 65536, bare: false };
+    let name = |what: &str| format!("qcow2 on {}, {what}", fs.name());
+    let pass =
+        |what: &str, target, wanted| Row { once: true, ..row(name(what), target, true, wanted) };
+    let stream = |what: &str, block, depth| Row {
+        block,
+        depth,
+        sequential: true,
+        ..pass(what, usual, OfNative(0.9))
+    };
+    vec![
+        row(name("overwrite"), usual, true, OfNative(0.9)),
+        pass("first pass", usual, OfPeer(3.0)),
+        pass("first pass, 4K clusters", small, OfNative(0.9)),
+        stream("first pass, sequential 64K", 65536, 8),
+        stream("first pass, sequential 1M", MIB, 4),
+        Row {
+            flush: Some(64 * MIB),
+            target: beside_a_file,
+            wanted: OfPeer(2.0),
+            ..stream("growth by 1M, flush each 64M", MIB, 4)
+        },
+        Row {
+            depth: 1,
+            flush: Some(4096),
+            region: 32 * MIB,
+            ..pass("first pass, flush after each", beside_a_file, OfPeer(1.5))
+        },
+        row(name("overwrite, beside a raw file"), beside_a_file, true, OfNative(0.9)),
+        Row { queues: 2, ..row(name("overwrite, 2 queues"), beside_a_file, true, OfNative(0.9)) },
     ]
 }
 
 impl Row {
     /// The words of `bedplate bench run` for this row.
     pub fn words(&self) -> Vec<String> {
-        vec![
-            format!("--mix={}", if self.write { "write" } else { "read" }),
+        let mix = if self.write { "write" } else { "read" };
+        let mut words = vec![
+            format!("--mix={mix}"),
+            format!("--block={}", self.block),
             format!("--depth={}", self.depth),
             format!("--jobs={}", self.queues),
-            // At millions of requests a second each measured latency counts.
-            format!("--sample={}", if self.depth == 1 { 1 } else { 16 }),
-        ]
+        ];
+        if self.sequential {
+            words.push("--pattern=sequential".to_owned());
+        }
+        if let Some(bytes) = self.flush {
+            words.extend([format!("--flush-bytes={bytes}"), "--flush-alone".to_owned()]);
+        }
+        words
     }
 
     /// The row's line of the table; `median` gives the median of a value over a subject's runs, if it was measured.
@@ -137,7 +228,7 @@ impl Row {
             median(subject, value).map_or("-".to_owned(), |value| format!("{value:.1}"))
         };
         vec![
-            self.name.to_owned(),
+            self.name.clone(),
             if latency { "us" } else { "IOPS" }.to_owned(),
             show(native),
             show(peer),

@@ -60,7 +60,7 @@ impl Drop for Zram {
     }
 }
 
-/// A mounted XFS on a device of its own.
+/// A mounted file system on a device of its own.
 #[derive(Debug)]
 pub struct Mounted {
     folder: PathBuf,
@@ -69,11 +69,15 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    /// Makes an XFS of `bytes` and mounts it on `folder`.
-    pub fn new(bytes: u64, folder: &Path) -> Result<Mounted> {
+    /// Makes a file system of `bytes`, xfs or ext4, and mounts it on `folder`.
+    pub fn new(kind: &str, bytes: u64, folder: &Path) -> Result<Mounted> {
         let device = Zram::new(bytes)?;
         let path = device.device()?;
-        host::run(host::tool("mkfs.xfs").args(["-q", "-f"]).arg(&path))?;
+        host::run(
+            host::tool(&format!("mkfs.{kind}"))
+                .args(["-q", if kind == "xfs" { "-f" } else { "-F" }])
+                .arg(&path),
+        )?;
         std::fs::create_dir_all(folder)?;
         host::run(host::tool("mount").arg(&path).arg(folder))?;
         let mounted = Mounted { folder: folder.to_path_buf(), _device: device };

@@ -3,7 +3,6 @@
 //! Callers: this crate's tests, the tests across crates, and benchmarks. [`Client`] connects and sets rings up,
 //! [`Queue`] sends single requests and raw chains (bad ones too), [`Slots`] keeps many in flight at full speed.
 
-pub mod load;
 mod queue;
 mod slots;
 
