@@ -19,6 +19,7 @@ cargo xtask COMMAND
   demo             build Bedplate, boot a Linux VM from a qcow2 disk that it serves, check the result
   test [--soak]    formatting, lints, documentation, licences, and all tests (with --soak the long ones too)
   bench [--quick]  measure against the bare device and QEMU's storage daemon (needs root for zram)
+  bench --fio      measure whether the load engine agrees with fio
   fuzz [TARGET] [--seconds N]
                    feed hostile images to the engine (open, work, check; each N seconds, 60 by default); a finding is kept in
                    fuzz/artifacts, and what is new in target/fuzz/corpus
@@ -42,8 +43,9 @@ fn run() -> Result<ExitCode> {
         ["demo"] => demo::run().map(|()| ExitCode::SUCCESS),
         ["test"] => test::run(false),
         ["test", "--soak"] => test::run(true),
-        ["bench"] => bench::run(false).map(|()| ExitCode::SUCCESS),
-        ["bench", "--quick"] => bench::run(true).map(|()| ExitCode::SUCCESS),
+        ["bench"] => bench::run(false, false).map(|()| ExitCode::SUCCESS),
+        ["bench", "--fio"] => bench::run(false, true).map(|()| ExitCode::SUCCESS),
+        ["bench", "--quick"] => bench::run(true, false).map(|()| ExitCode::SUCCESS),
         ["fuzz", rest @ ..] => fuzz::run(rest),
         ["setup"] => setup::run().map(|()| ExitCode::SUCCESS),
         [] | ["help" | "-h" | "--help"] => {

@@ -4,6 +4,7 @@
 //! over, and the medians compared. The load comes without a VM from a vhost-user front end in user space; the yardstick ("native") is
 //! one thread that drives io_uring itself. A server has a core beside its client, so it can exceed native where the device costs CPU.
 
+mod agree;
 mod rows;
 mod zram;
 
@@ -49,8 +50,8 @@ struct Bench {
     interrupted: Arc<AtomicBool>,
 }
 
-/// Measures everything and prints the table.
-pub fn run(quick: bool) -> Result<()> {
+/// Measures everything and prints the table; with `fio` compares the load engine with fio instead.
+pub fn run(quick: bool, fio: bool) -> Result<()> {
     setup::run()?;
     if !host::is_root() {
         bail!(
@@ -81,6 +82,9 @@ pub fn run(quick: bool) -> Result<()> {
     };
     let start = Instant::now();
     bench.prepare()?;
+    if fio {
+        return bench.agree();
+    }
     let mut table = Vec::new();
     for row in rows::all() {
         table.push(bench.row(&row).with_context(|| format!("while measuring {}", row.name))?);
@@ -138,15 +142,21 @@ impl Bench {
         Ok(self.folder(fs)?.join("disk.raw"))
     }
 
+    /// An error after ctrl-c.
+    fn go_on(&self) -> Result<()> {
+        if self.interrupted.load(Ordering::Relaxed) {
+            bail!("interrupted");
+        }
+        Ok(())
+    }
+
     /// Measures all subjects of a row in turn, and gives its line of the table.
     fn row(&self, row: &Row) -> Result<Vec<String>> {
         let mut found: Vec<(Subject, Vec<Measured>)> =
             row.subjects.iter().map(|&subject| (subject, Vec::new())).collect();
         for _ in 0..self.rounds {
             for (subject, runs) in &mut found {
-                if self.interrupted.load(Ordering::Relaxed) {
-                    bail!("interrupted");
-                }
+                self.go_on()?;
                 let measured =
                     self.measure(row, *subject).with_context(|| format!("{subject:?}"))?;
                 eprintln!(
