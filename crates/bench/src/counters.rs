@@ -1,6 +1,6 @@
 //! Counters of the system before and after a run: devices underneath, CPU time of processes.
 //!
-//! Callers: [`crate::run`].
+//! Callers: [`crate::run()`].
 
 use bedplate_types::{Error, ErrorKind, Result, ResultExt};
 use rustix::fs::{FileType, major, minor, stat};

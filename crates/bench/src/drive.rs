@@ -1,6 +1,6 @@
 //! The loop of one thread: sends requests as the plan and the arrival say, takes completions, counts and checks.
 //!
-//! Callers: [`crate::run`], with whatever port the target has.
+//! Callers: [`crate::run()`], with whatever port the target has.
 //!
 //! Invariants: a slot is in flight from its push to its completion, or pausing, or free; when contents are checked no two requests
 //! overlap of which one changes something; when an error ends the loop early, requests in flight are still waited for.

@@ -1,6 +1,6 @@
 //! What a load does: the data that describe one, and what is refused.
 //!
-//! Callers: everybody who wants a load run ([`crate::run`]); the command and readers of fio's job files make these.
+//! Callers: everybody who wants a load run ([`crate::run()`]); the command and readers of fio's job files make these.
 //!
 //! Units: bytes, seconds, percent. All of it is serialisable, so that a result can say what was asked for.
 

@@ -1,6 +1,6 @@
 //! What came out of a load: the data of results.
 //!
-//! Callers: [`crate::run`] makes them; the command prints them; whoever compares runs reads them back from JSON.
+//! Callers: [`crate::run()`] makes them; the command prints them; whoever compares runs reads them back from JSON.
 //!
 //! Units are in the names: `_ns` nanoseconds, `_s` seconds, `bytes`. Invariant: [`VERSION`] changes when a field's meaning does.
 

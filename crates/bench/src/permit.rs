@@ -1,6 +1,6 @@
 //! Nothing is written to what the operator did not name as something to overwrite.
 //!
-//! Callers: [`crate::run`], before any target is opened for writing.
+//! Callers: [`crate::run()`], before any target is opened for writing.
 
 use crate::job::Job;
 use crate::target::Target;

@@ -1,6 +1,6 @@
 //! Counting while a load runs: one recorder a thread, merged at the end.
 //!
-//! Callers: [`crate::drive`] records, [`crate::run`] merges.
+//! Callers: [`crate::drive`] records, [`crate::run()`] merges.
 
 use crate::job::{Job, Op};
 use crate::outcome::{Latency, OpOutcome, Slice, TimeLine};

@@ -1,6 +1,6 @@
 //! What can be loaded: files and devices, exports over vhost-user-blk and NBD.
 //!
-//! Callers: [`crate::run`] and the command, which reads a [`Target`] from its arguments.
+//! Callers: [`crate::run()`] and the command, which reads a [`Target`] from its arguments.
 
 pub(crate) mod file;
 #[cfg(test)]
