@@ -15,9 +15,9 @@ use bedplate_types::{ByteLen, Error, GuestOffset, HostOffset, Result};
 use futures_util::future::join_all;
 use smallvec::SmallVec;
 
-/// Segments and bytes of one vectored write, at most: longer ones gain nothing, and two processors can share several.
+/// Segments and bytes of one vectored write, at most.
 const JOIN_SEGMENTS: usize = 512;
-const JOIN_BYTES: usize = 512 << 10;
+const JOIN_BYTES: usize = 4 << 20;
 
 /// A new cluster of up to this many bytes is written whole, zeroes around the data. That costs bandwidth once, and saves
 /// the file system from converting space piece by piece at every first write (`docs/architecture.md`, "Space").
