@@ -72,8 +72,8 @@ pub struct RunArgs {
     /// What is loaded
     #[arg(value_name = "TARGET", required_unless_present = "fio")]
     target: Option<String>,
-    /// Run the jobs of this job file of fio's, on TARGET if it is given; other options of the load do not apply
-    #[arg(long, value_name = "FILE")]
+    /// Run the jobs of this job file of fio's, on TARGET if it is given, instead of a load told by options
+    #[arg(long, value_name = "FILE", conflicts_with_all = LOAD)]
     fio: Option<PathBuf>,
     /// Leave out what is lacking for a job file, and say so
     #[arg(long, requires = "fio")]
@@ -156,15 +156,15 @@ pub struct RunArgs {
     /// Count failed requests and go on
     #[arg(long)]
     keep_going: bool,
-    /// How a file or device is read and written
-    #[arg(long, value_name = "ENGINE", default_value = "io_uring")]
-    engine: EngineWord,
+    /// How a file or device is read and written [default: io_uring]
+    #[arg(long, value_name = "ENGINE", requires = "target")]
+    engine: Option<EngineWord>,
     /// Go through the page cache
-    #[arg(long)]
+    #[arg(long, requires = "target")]
     buffered: bool,
-    /// Microseconds that a vhost-user queue is looked at before sleeping; 'never' sleeps never
-    #[arg(long, value_name = "US", default_value = "10", value_parser = spin)]
-    spin: Spin,
+    /// Microseconds that a vhost-user queue is looked at before sleeping [default: 10]; 'never' sleeps never
+    #[arg(long, value_name = "US", requires = "target", value_parser = spin)]
+    spin: Option<Spin>,
     /// This file, device or socket may be overwritten
     #[arg(long, value_name = "NAME")]
     destroy: Vec<String>,
@@ -177,6 +177,38 @@ pub struct RunArgs {
     #[command(flatten)]
     output: OutputArgs,
 }
+
+/// The options that tell a load, which a job file does instead.
+const LOAD: [&str; 26] = [
+    "mix",
+    "pattern",
+    "block",
+    "depth",
+    "jobs",
+    "share",
+    "offset",
+    "region",
+    "seconds",
+    "pass",
+    "requests",
+    "rate",
+    "poisson",
+    "think",
+    "flush_requests",
+    "flush_bytes",
+    "flush_seconds",
+    "flush_alone",
+    "final_flush",
+    "warm_up",
+    "seed",
+    "verify",
+    "sample",
+    "batch",
+    "reap",
+    "keep_going",
+];
+
+const DEFAULT_SPIN_US: u64 = 10;
 
 /// How long a queue is looked at.
 #[derive(Clone, Copy, Debug)]
@@ -206,20 +238,28 @@ impl RunArgs {
 
     fn target(&self, text: &str) -> Result<Target, Error> {
         let mut target = Target::parse(text)?;
+        let refuse = |text: &str| Err(Error::new(ErrorKind::InvalidInput, text));
         match &mut target {
             Target::File { engine, direct, .. } => {
                 *engine = match self.engine {
-                    EngineWord::IoUring => Engine::IoUring,
-                    EngineWord::Psync => Engine::Psync,
+                    Some(EngineWord::Psync) => Engine::Psync,
+                    Some(EngineWord::IoUring) | None => Engine::IoUring,
                 };
                 *direct = !self.buffered;
             }
-            _ if self.buffered => {
-                let text = "--buffered is for files and devices; a server has its own options";
-                return Err(Error::new(ErrorKind::InvalidInput, text));
+            _ if self.buffered || self.engine.is_some() => {
+                return refuse(
+                    "--buffered and --engine are for files and devices; a server has its own options",
+                );
             }
-            Target::VhostUserBlk { spin_us, .. } => *spin_us = self.spin.0,
+            Target::VhostUserBlk { spin_us, .. } => {
+                *spin_us = self.spin.map_or(Some(DEFAULT_SPIN_US), |spin| spin.0);
+                return Ok(target);
+            }
             Target::Nbd { .. } => {}
+        }
+        if self.spin.is_some() {
+            return refuse("--spin is for vhost-user-blk, whose queues can be looked at in a loop");
         }
         Ok(target)
     }

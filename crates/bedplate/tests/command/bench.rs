@@ -54,6 +54,26 @@ fn a_load_on_a_file_gives_its_outcome_as_text_and_json() -> Result<()> {
 }
 
 #[test]
+fn options_that_would_do_nothing_are_refused() -> Result<()> {
+    let bench = Bench::new()?;
+    fs::write(bench.path("a.raw"), vec![5; 1 << 20])?;
+    let run = |words: &[&str]| bench.run(&[&["bench", "run"], words].concat());
+    run(&["a.raw", "--spin", "5"])?.fails(1, &["--spin is for vhost-user-blk"])?;
+    for option in [&["--buffered"][..], &["--engine", "psync"]] {
+        for target in ["vhost-user-blk:./v", "nbd:unix:./n"] {
+            run(&[&[target], option].concat())?.fails(1, &["for files and devices"])?;
+        }
+        let ended = run(&[&["--fio", "jobs.fio"], option].concat())?;
+        ensure!(ended.code == 2 && ended.err.contains("TARGET"), "{ended:?}");
+    }
+    for option in ["--depth=3", "--seconds=1", "--mix=read", "--flush-alone", "--verify=all"] {
+        let ended = run(&["a.raw", "--fio", "jobs.fio", option])?;
+        ensure!(ended.code == 2 && ended.err.contains("cannot be used with"), "{ended:?}");
+    }
+    Ok(())
+}
+
+#[test]
 fn exports_are_loaded_and_their_content_checked() -> Result<()> {
     let bench = Bench::new()?;
     bench.run(&["create", "d.qcow2", "64M"])?.ok()?;
